@@ -1,0 +1,232 @@
+"""The meaning of the language: one torch expression an operation, and an eager executor.
+
+Arithmetic is in the compute type (float32, or float64 in a float64 program); a value is rounded
+once, where it is stored: outputs, saved values and operands of products. At float64 this is the
+oracle of every test.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cadenza.backends.random import uniform
+from cadenza.core import lang
+from cadenza.core.ir import Graph, Node
+from cadenza.core.ops import BOOLEAN, REAL, Op
+from cadenza.core.storage import compute_dtype, storage_dtypes
+
+Tensor = torch.Tensor
+RELATIONS = {"<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne}
+
+
+def _pairs(x: Tensor, inner: int) -> Tensor:
+    """The columns seen as (outer, 2, inner)."""
+    return x.reshape(x.shape[0], x.shape[1] // (2 * inner), 2, inner)
+
+
+def _split(x: Tensor, part: int, inner: int) -> Tensor:
+    if 2 * inner == x.shape[1]:
+        return x[:, part * inner : (part + 1) * inner]
+    return _pairs(x, inner)[:, :, part].reshape(x.shape[0], x.shape[1] // 2)
+
+
+def _join(a: Tensor, b: Tensor, inner: int) -> Tensor:
+    rows, columns = max(a.shape[0], b.shape[0]), a.shape[1]
+    if 0 in (a.shape[0], b.shape[0]):
+        rows = 0
+    a, b = a.expand(rows, columns), b.expand(rows, columns)
+    parts = [v.reshape(rows, columns // inner, inner) for v in (a, b)]
+    return torch.stack(parts, 2).reshape(rows, 2 * columns)
+
+
+def _concat(*values: Tensor) -> Tensor:
+    rows = torch.broadcast_shapes(*((v.shape[0], 1) for v in values))[0]
+    return torch.cat([v.expand(rows, v.shape[1]) for v in values], 1)
+
+
+def _groups(x: Tensor, size: int) -> Tensor:
+    return x.reshape(x.shape[0], x.shape[1] // size, size)
+
+
+def _column_max(x: Tensor) -> Tensor:
+    if x.shape[0] == 0:  # the largest of nothing
+        return x.new_full((1, x.shape[1]), -torch.inf)
+    return x.max(0, keepdim=True).values
+
+
+def _extremum(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.maximum and minimum take no numbers."""
+
+    def extremum(a: Any, b: Any) -> Tensor:
+        like = a if isinstance(a, Tensor) else b
+        return function(*(torch.as_tensor(v, dtype=like.dtype, device=like.device) if not isinstance(v, Tensor) else v for v in (a, b)))  # fmt: skip
+
+    return extremum
+
+
+def _matmul(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
+    return torch.mm(a.T if transpose_a else a, b.T if transpose_b else b)
+
+
+def _round(x: Tensor, dtype: str) -> Tensor:
+    return x.to(getattr(torch, dtype)).to(x.dtype)
+
+
+MEANING: dict[Op, Callable[..., Any]] = {
+    Op.ADD: operator.add,
+    Op.SUB: operator.sub,
+    Op.MUL: operator.mul,
+    Op.DIV: operator.truediv,
+    Op.NEG: operator.neg,
+    Op.POWER: lambda x, exponent: x**exponent,
+    Op.ABS: torch.abs,
+    Op.MAXIMUM: _extremum(torch.maximum),
+    Op.MINIMUM: _extremum(torch.minimum),
+    Op.EXP: torch.exp,
+    Op.LOG: torch.log,
+    Op.SQRT: torch.sqrt,
+    Op.RSQRT: torch.rsqrt,
+    Op.SIGMOID: torch.sigmoid,
+    Op.TANH: torch.tanh,
+    Op.ERF: torch.erf,
+    Op.COMPARE: lambda a, b, relation: RELATIONS[relation](a, b),
+    Op.WHERE: torch.where,
+    Op.CAST: _round,
+    Op.SPLIT: _split,
+    Op.JOIN: _join,
+    Op.COLUMNS: lambda x, start, stop: x[:, start:stop],
+    Op.CONCAT: _concat,
+    Op.REPEAT: lambda x, times: x.repeat_interleave(times, 1),
+    Op.TILE: lambda x, times: x.repeat(1, times),
+    Op.ROW_SUM: lambda x: x.sum(1, keepdim=True),
+    Op.ROW_MAX: lambda x: x.max(1, keepdim=True).values,
+    Op.ROW_VARIANCE: lambda x: x.var(1, correction=0, keepdim=True),
+    Op.LOGSUMEXP: lambda x: x.logsumexp(1, keepdim=True),
+    Op.COLUMN_SUM: lambda x: x.sum(0, keepdim=True),
+    Op.COLUMN_MAX: _column_max,
+    Op.GROUP_SUM: lambda x, size: _groups(x, size).sum(2),
+    Op.GROUP_MAX: lambda x, size: _groups(x, size).max(2).values,
+    Op.TRANSPOSE: lambda x: x.T,
+    Op.MATMUL: _matmul,
+}
+
+# Leaves need to know the number of rows and where to put the result: `like` is any input.
+LEAVES: dict[Op, Callable[..., Tensor]] = {
+    Op.CONSTANT: lambda like, value, rows, columns: like.new_full((rows, columns), value),
+    Op.COLUMN_INDEX: lambda like, rows, columns: torch.arange(columns, device=like.device)[None],
+    Op.ROW_INDEX: lambda like, rows, columns: torch.arange(rows, device=like.device)[:, None],
+    Op.RANDOM: lambda seed, like, rows, columns: uniform(seed, rows, columns, like),
+}
+
+# The same function run on tensors: dtypes are torch's, shapes those of the tensor at hand.
+PLAIN: dict[Op, Callable[..., Any]] = MEANING | {
+    Op.CAST: lambda x, dtype: x.to(getattr(torch, dtype)),
+    Op.COLUMN_INDEX: lambda x: torch.arange(x.shape[1], device=x.device)[None],
+    Op.ROW_INDEX: lambda x: torch.arange(x.shape[0], device=x.device)[:, None],
+    Op.RANDOM: lambda x, seed: uniform(seed, *x.shape, like=x),
+}
+
+
+def evaluate(op: Op, values: Sequence[Any], attributes: dict[str, Any]) -> Any:
+    """One operation on tensors with torch's own dtypes: what `lang` does outside of a trace."""
+    return PLAIN[op](*values, **attributes)
+
+
+lang.register(torch.Tensor, evaluate)
+
+
+class Executable:
+    """A program as a list of steps over slots; slots are emptied after their last use."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes = [n for n in graph.nodes() if n.op is not Op.INPUT]
+        self.compute = getattr(torch, compute_dtype(graph))
+        self.stored = storage_dtypes(graph.nodes(), compute_dtype(graph))
+        self.steps = [self._step(n) for n in self.nodes]
+        self.outputs = [(o, self._output_dtype(o)) for o in graph.outputs]
+        self.dead = self._last_uses()
+
+    def _output_dtype(self, node: Node) -> torch.dtype:
+        name = "bool" if node.type.kind == BOOLEAN else self.stored[node]
+        return getattr(torch, name)
+
+    def _step(self, node: Node) -> Callable[[dict[Node, Any], int], Any]:
+        attributes, inputs = node.attributes, node.inputs
+        if node.op is Op.CONSTANT and (node.type.rows, node.type.columns) == (1, 1):
+            return lambda values, rows: attributes["value"]
+        if node.op in LEAVES:
+            return self._leaf(node)
+        function, rounded = MEANING[node.op], self._rounding(node)
+        widen = [self._widens(node, i) for i in inputs]
+
+        def step(values: dict[Node, Any], rows: int) -> Any:
+            arguments = [values[i].to(w) if w else values[i] for i, w in zip(inputs, widen, strict=True)]
+            result = function(*arguments, **attributes)
+            return result if rounded is None else result.to(rounded).to(self.compute)
+
+        return step
+
+    def _leaf(self, node: Node) -> Callable[[dict[Node, Any], int], Any]:
+        meaning, attributes, inputs = LEAVES[node.op], node.attributes, node.inputs
+
+        def step(values: dict[Node, Any], rows: int) -> Any:
+            sizes = {k: rows if v == "M" else v for k, v in attributes.items()}
+            return meaning(*(values[i] for i in inputs), like=values["like"], **sizes)
+
+        return step
+
+    def _widens(self, node: Node, argument: Node) -> torch.dtype | None:
+        """Whole numbers and conditions become numbers of the compute type in arithmetic."""
+        if argument.type.kind == REAL or node.op in (Op.WHERE, Op.COMPARE):
+            return None
+        return self.compute
+
+    def _rounding(self, node: Node) -> torch.dtype | None:
+        """The dtype that a computed operand of a product is rounded to, where that loses digits."""
+        dtype = getattr(torch, self.stored[node])
+        multiplied = node in self.operands and node.type.is_matrix and node.op is not Op.CAST
+        return dtype if multiplied and dtype != self.compute else None
+
+    @property
+    def operands(self) -> set[Node]:
+        """The operands of products."""
+        return {i for n in self.nodes if n.op is Op.MATMUL for i in n.inputs}
+
+    def _last_uses(self) -> list[list[Node]]:
+        kept = set(self.graph.outputs)
+        last = {i: k for k, n in enumerate(self.nodes) for i in n.inputs if i not in kept}
+        dead: list[list[Node]] = [[] for _ in self.nodes]
+        for node, position in last.items():
+            dead[position].append(node)
+        return dead
+
+    def __call__(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
+        """The outputs, new contiguous tensors, of inputs in the graph's order, each 2-D."""
+        values: dict[Any, Any] = {}
+        for node, tensor in zip(self.graph.inputs, tensors, strict=True):
+            values[node] = tensor.to(self.compute) if node.type.kind == REAL else tensor
+        values["like"] = next((v for v in values.values() if v.is_floating_point()), tensors[0])
+        for node, step, dead in zip(self.nodes, self.steps, self.dead, strict=True):
+            values[node] = step(values, rows)
+            for spent in dead:
+                del values[spent]
+        given = {t.untyped_storage().data_ptr() for t in tensors}
+        return [self._store(values[node], dtype, given) for node, dtype in self.outputs]
+
+    def _store(self, value: Tensor, dtype: torch.dtype, given: set[int]) -> Tensor:
+        """A tensor that shares memory with nothing else, remembered in `given`."""
+        result = value.to(dtype).contiguous()
+        if result.untyped_storage().data_ptr() in given:
+            result = result.clone()
+        given.add(result.untyped_storage().data_ptr())
+        return result
+
+
+def compile_graph(graph: Graph) -> Executable:
+    """A program made ready to run."""
+    return Executable(graph)

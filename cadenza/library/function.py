@@ -1,0 +1,331 @@
+"""Programs as functions: `epilogue` and `block` turn an author's function into one.
+
+The only bridge between the compiler and autograd. A call sorts its arguments into tensors and
+constants and runs one operation of torch; everything else happens inside of that.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from types import CodeType
+from typing import Any, overload
+
+import torch
+
+from cadenza.backends import chosen
+from cadenza.core import lang
+from cadenza.core.errors import ProgramError
+from cadenza.core.ir import Graph
+from cadenza.core.ops import M
+from cadenza.core.trace import location
+from cadenza.library.operands import as_matrix
+from cadenza.library.operator import PROGRAMS
+from cadenza.library.specialize import Call, Specialization, Specializations
+
+Tensor = torch.Tensor
+Function = Callable[..., Any]
+Shapes = Mapping[str, str] | None
+CONSTANTS = (bool, int, float, str, type(None))
+
+
+class Program:
+    """An author's function as a differentiable operation on tensors. Made by `block`.
+
+    Called with the function's own arguments: tensors are operands; numbers, bools, strings and
+    None are constants. `backend=` picks a back end for one call.
+    """
+
+    def __init__(self, function: Function, shapes: Shapes = None) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.shapes = dict(shapes) if shapes else None
+        self.parameters, self.defaults = _parameters(function)
+        self._check_shapes()
+        self.specializations = Specializations(self._traced(), function.__name__, self.shapes)
+        self.key = _register(self)
+
+    def __repr__(self) -> str:
+        return f"<cadenza {type(self).__name__.lower()} {self.key}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        backend = kwargs.pop("backend", None) if "backend" not in self.parameters else None
+        names, tensors, constants = self._sorted(self._bound(args, kwargs))
+        text = _encode(names, constants, _autocast(tensors[0]), backend)
+        results = torch.ops.cadenza.run(self.key, tensors, text, _needed(tensors))
+        structure, labels = _structure(self.key, text)
+        if structure == "value":
+            return results[0]
+        if structure == "tuple":
+            return tuple(results[: len(labels)])
+        return dict(zip(labels, results, strict=False))
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The same call as plain torch operations: differentiable by autograd, the oracle."""
+        names, tensors, constants = self._sorted(self._bound(args, kwargs))
+        text = _encode(names, constants, None, None)
+        specialization, found = self.specializations.find(tensors, text, 0)
+        rows = {i.attributes["name"]: i.type.rows for i in specialization.pair.forward.inputs}
+        matrices = {
+            operand.name: as_matrix(
+                tensor, found.rows if rows[operand.name] == M else rows[operand.name],
+                operand.columns,
+            )
+            for operand, tensor in zip(found.operands, tensors, strict=True)
+        }  # fmt: skip
+        returned = self.specializations.function(**matrices, **dict(constants))
+        return _unflatten(returned, specialization, found.leading)
+
+    def graph(self, *args: Any, **kwargs: Any) -> Graph:
+        """The program that such a call runs, before differentiation."""
+        return self._compiled(args, kwargs, 0).pair.program
+
+    def backward_graph(self, *args: Any, **kwargs: Any) -> Graph | None:
+        """The derived backward program of such a call, given which tensors require gradients."""
+        _, tensors, _ = self._sorted(self._bound(args, kwargs))
+        return self._compiled(args, kwargs, _needed(tensors)).pair.backward
+
+    def _compiled(self, args: Any, kwargs: Any, needed: int) -> Specialization:
+        names, tensors, constants = self._sorted(self._bound(args, kwargs))
+        text = _encode(names, constants, _autocast(tensors[0]), None)
+        return self.specializations.find(tensors, text, needed)[0]
+
+    def _traced(self) -> Function:
+        """The function of all operands that is traced."""
+        return self.function
+
+    def _check_shapes(self) -> None:
+        unknown = [name for name in self.shapes or () if name not in self.parameters]
+        if unknown:
+            raise ProgramError(
+                f"shapes of {self.__name__}",
+                found=f"{unknown[0]!r}",
+                expected=f"names of parameters: {', '.join(self.parameters)}",
+                where=location(self.function),
+            )
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by parameter, in the order of the parameters."""
+        if len(args) > len(self.parameters):
+            raise self._wrong_call(f"{len(args)} positional arguments")
+        given = dict(zip(self.parameters, args, strict=False))
+        for name, value in kwargs.items():
+            if name not in self.parameters or name in given:
+                known = "twice" if name in given else "unknown"
+                raise self._wrong_call(f"{known} operand {name!r}")
+            given[name] = value
+        bound = {}
+        for name in self.parameters:
+            if name in given:
+                bound[name] = given[name]
+            elif name in self.defaults:
+                bound[name] = self.defaults[name]
+            else:
+                raise self._wrong_call(f"no operand {name!r}")
+        return bound
+
+    def _wrong_call(self, found: str) -> ProgramError:
+        return ProgramError(
+            f"wrong arguments of {self.__name__}",
+            found=found,
+            expected=f"{self.__name__}({', '.join(self.parameters)})",
+            write="each parameter once, by position or by name",
+        )
+
+    def _sorted(
+        self, bound: Mapping[str, Any]
+    ) -> tuple[tuple[str, ...], list[Tensor], tuple[tuple[str, Any], ...]]:
+        """Names and tensors of the operands, and the constants."""
+        names = tuple(n for n, v in bound.items() if isinstance(v, Tensor))
+        constants = tuple((n, v) for n, v in bound.items() if not isinstance(v, Tensor))
+        for name, value in constants:
+            if not isinstance(value, CONSTANTS):
+                raise ProgramError(
+                    f"argument {name} of {self.__name__}",
+                    found=f"a {type(value).__name__}",
+                    expected="a tensor, or a number, bool, string or None as a constant",
+                    write=f"a tensor for {name}, or several parameters",
+                )
+        if not names:
+            raise self._wrong_call("no tensor")
+        return names, [bound[n] for n in names], constants
+
+
+class Epilogue(Program):
+    """An author's function over one product, called as f(x, w, **operands). Made by `epilogue`.
+
+    x is [..., K], w [N, K] as in nn.Linear; the function's first argument is x @ w.T, [M, N].
+    """
+
+    def __init__(self, function: Function, shapes: Shapes = None) -> None:
+        own, _ = _parameters(function)
+        if not own:
+            raise ProgramError(
+                "an epilogue without an accumulator",
+                expected="a first parameter, for the product",
+                write=f"def {function.__name__}(acc, ...)",
+                where=location(function),
+            )
+        taken = set(own)
+        self.product = tuple(name if name not in taken else f"{name}_" for name in ("x", "w"))
+        super().__init__(function, shapes)
+
+    def _check_shapes(self) -> None:
+        self.accumulator, *rest = self.parameters
+        self.parameters = (*self.product, *rest)
+        super()._check_shapes()
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        if len(args) > 2:
+            raise self._wrong_call(f"{len(args)} positional arguments")
+        return super()._bound(args, kwargs)
+
+    def _wrong_call(self, found: str) -> ProgramError:
+        operands = "".join(f", {name}={name}" for name in self.parameters[2:])
+        return ProgramError(
+            f"wrong arguments of {self.__name__}",
+            found=found,
+            expected=f"{self.__name__}(x, w{operands})",
+            write="x [..., K] and w [N, K] by position, every other operand by its name",
+        )
+
+    def _traced(self) -> Function:
+        x, w = self.product
+        function = self.function
+
+        @functools.wraps(function)
+        def with_product(**operands: Any) -> Any:
+            acc = lang.linear(operands.pop(x), operands.pop(w))
+            return function(acc, **operands)
+
+        return with_product
+
+
+def _parameters(function: Function) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Names and defaults of a function's parameters. Raises ProgramError for *args, **kwargs."""
+    parameters = inspect.signature(function).parameters.values()
+    for p in parameters:
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
+            raise ProgramError(
+                f"parameter {p} of {function.__name__}",
+                expected="parameters that can be passed by name",
+                write="each operand as a parameter of its own",
+                where=location(function),
+            )
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    return tuple(p.name for p in parameters), defaults
+
+
+@overload
+def block(function: Function) -> Program: ...
+@overload
+def block(*, shapes: Shapes = None) -> Callable[[Function], Program]: ...
+
+
+def block(function: Function | None = None, *, shapes: Shapes = None) -> Any:
+    """A function over `cadenza.lang` as a differentiable program, called with its own arguments.
+
+    `shapes` may declare operands' sizes, {"x": "M D", "w": "2*F D", "rstd": "M 1"}; M is the
+    number of rows. Raises ProgramError at the first call if the function is not a program.
+    """
+    return Program(function, shapes) if function else lambda f: Program(f, shapes)
+
+
+@overload
+def epilogue(function: Function) -> Epilogue: ...
+@overload
+def epilogue(*, shapes: Shapes = None) -> Callable[[Function], Epilogue]: ...
+
+
+def epilogue(function: Function | None = None, *, shapes: Shapes = None) -> Any:
+    """A function f(acc, **operands) over one product, called as f(x, w, **operands).
+
+    x [..., K], w [N, K], acc = x @ w.T [M, N]; `shapes` may declare sizes, those of x and w too.
+    Raises ProgramError at the first call if the function is not a program.
+    """
+    return Epilogue(function, shapes) if function else lambda f: Epilogue(f, shapes)
+
+
+# --- what torch.compile sees as constants ---------------------------------------------------------
+
+
+@torch._dynamo.assume_constant_result
+def _encode(
+    names: tuple[str, ...],
+    constants: tuple[tuple[str, Any], ...],
+    autocast: str | None,
+    backend: str | None,
+) -> str:
+    return Call(names, constants, autocast, chosen(backend)).encode()
+
+
+def _autocast(tensor: Tensor) -> str | None:
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device):
+        return None
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+
+
+def _needed(tensors: list[Tensor]) -> int:
+    """The mask of tensors whose gradients are needed."""
+    if not torch.is_grad_enabled():
+        return 0
+    mask = 0
+    for position, tensor in enumerate(tensors):
+        if tensor.requires_grad:
+            mask |= 1 << position
+    return mask
+
+
+@torch._dynamo.assume_constant_result
+def _structure(key: str, text: str) -> tuple[str, tuple[str, ...]]:
+    return PROGRAMS[key].structures[text]
+
+
+def _unflatten(returned: Any, specialization: Specialization, leading: tuple[Any, ...]) -> Any:
+    structure, labels = specialization.structure
+    nodes = specialization.pair.program.outputs
+    values = [returned] if structure == "value" else list(
+        returned.values() if structure == "dict" else returned
+    )  # fmt: skip
+    shaped = [
+        v.reshape(*leading, v.shape[1]) if n.type.rows == M else v
+        for v, n in zip(values, nodes, strict=True)
+    ]
+    if structure == "value":
+        return shaped[0]
+    return tuple(shaped) if structure == "tuple" else dict(zip(labels, shaped, strict=True))
+
+
+# --- identity -------------------------------------------------------------------------------------
+
+
+def _register(program: Program) -> str:
+    """The program's name for torch: its function's name and a digest of its code and closure.
+
+    Two functions share a name only if they are the same code over the same constants in the same
+    module; anything else gets a number behind it.
+    """
+    function = program.function
+    closure = dict(inspect.getclosurevars(function).nonlocals)
+    content = (_code_text(function.__code__), repr(closure), repr(program.shapes), location(function))
+    identity = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
+    key, number = f"{function.__qualname__}.{identity}", 1
+    while key in PROGRAMS and not _interchangeable(PROGRAMS[key].function, function, closure):
+        number += 1
+        key = f"{function.__qualname__}.{identity}.{number}"
+    PROGRAMS[key] = program.specializations
+    return key
+
+
+def _code_text(code: CodeType) -> str:
+    constants = [_code_text(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return repr((code.co_code.hex(), constants, code.co_names, code.co_varnames))
+
+
+def _interchangeable(known: Function, function: Function, closure: Mapping[str, Any]) -> bool:
+    known = inspect.unwrap(known)
+    simple = all(isinstance(v, CONSTANTS) for v in closure.values())
+    return simple and known.__globals__ is function.__globals__

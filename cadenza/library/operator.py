@@ -1,0 +1,163 @@
+"""The two operations that torch sees: cadenza::run, one a program called, and its backward.
+
+Both are functional and registered with torch.library: implementation, fake implementation and
+autograd. `run` returns the program's outputs, then what backward needs besides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from cadenza.core.errors import CadenzaError, ProgramError
+from cadenza.core.ir import Graph
+from cadenza.core.ops import M
+from cadenza.library.operands import Operands, as_matrix
+from cadenza.library.specialize import BY_DIGEST, Specialization, Specializations
+
+Tensor = torch.Tensor
+PROGRAMS: dict[str, Specializations] = {}
+
+torch.library.define(
+    "cadenza::run", "(str program, Tensor[] tensors, str call, int needed) -> Tensor[]"
+)
+torch.library.define(
+    "cadenza::run_backward",
+    "(str program, Tensor[] values, Tensor[] adjoints, SymInt rows) -> Tensor[]",
+)
+
+
+def _without_autocast(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Programs decide their own dtypes: torch's casts are off while one runs."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _check_devices(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.device != tensors[0].device:
+            raise ProgramError(
+                "operands on two devices",
+                found=f"{names[0]} on {tensors[0].device}, {name} on {tensor.device}",
+                expected="one device",
+                write=f"{name}.to({names[0]}.device)",
+            )
+
+
+def _matrices(tensors: Sequence[Tensor], operands: Operands, graph: Graph) -> list[Tensor]:
+    by_name = dict(zip((o.name for o in operands.operands), tensors, strict=True))
+    columns = {o.name: o.columns for o in operands.operands}
+    result = []
+    for node in graph.inputs:
+        name = node.attributes["name"]
+        rows = operands.rows if node.type.rows == M else node.type.rows
+        result.append(as_matrix(by_name[name], rows, columns[name]))
+    return result
+
+
+def _output_shapes(
+    specialization: Specialization, operands: Operands
+) -> list[tuple[tuple[Any, ...], torch.dtype]]:
+    """Shape and dtype of every tensor that `run` returns."""
+    shapes = []
+    for position, (rows, columns, dtype) in enumerate(specialization.outputs):
+        leading = operands.leading if position < specialization.pair.outputs else (operands.rows,)
+        shapes.append((((*leading, columns) if rows == M else (rows, columns)), dtype))
+    return shapes
+
+
+@torch.library.impl("cadenza::run", "CompositeExplicitAutograd")
+def run(program: str, tensors: list[Tensor], call: str, needed: int) -> list[Tensor]:
+    """The outputs of a program and what is saved for the gradients in the mask `needed`."""
+    specialization, operands = PROGRAMS[program].find(tensors, call, needed)
+    _check_devices([o.name for o in operands.operands], tensors)
+    with _without_autocast(tensors), torch.no_grad():
+        matrices = _matrices(tensors, operands, specialization.pair.forward)
+        results = specialization.forward(matrices, operands.rows)
+    shapes = _output_shapes(specialization, operands)
+    return [r.view(shape) for r, (shape, _) in zip(results, shapes, strict=True)]
+
+
+@torch.library.register_fake("cadenza::run")
+def _(program: str, tensors: list[Tensor], call: str, needed: int) -> list[Tensor]:
+    specialization, operands = PROGRAMS[program].find(tensors, call, needed)
+    shapes = _output_shapes(specialization, operands)
+    return [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+
+
+@torch.library.impl("cadenza::run_backward", "CompositeExplicitAutograd")
+def run_backward(
+    program: str, values: list[Tensor], adjoints: list[Tensor], rows: int
+) -> list[Tensor]:
+    """The gradients of the program with this digest, each [rows, columns] as its input."""
+    specialization = BY_DIGEST[program]
+    graph = specialization.pair.backward
+    assert graph is not None
+    given = [*values, *adjoints]
+    with _without_autocast(given), torch.no_grad():
+        matrices = [
+            as_matrix(t, rows if i.type.rows == M else i.type.rows, int(i.type.columns))
+            for t, i in zip(given, graph.inputs, strict=True)
+        ]
+        results: list[Tensor] = specialization.backward(matrices, rows)
+    return results
+
+
+@torch.library.register_fake("cadenza::run_backward")
+def _(program: str, values: list[Tensor], adjoints: list[Tensor], rows: Any) -> list[Tensor]:
+    graph = BY_DIGEST[program].pair.backward
+    assert graph is not None
+    like = (values + adjoints)[0]
+    return [
+        like.new_empty((rows if o.type.rows == M else o.type.rows, o.type.columns), dtype=dtype)
+        for o, (_, _, dtype) in zip(graph.outputs, BY_DIGEST[program].gradients, strict=True)
+    ]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    program, tensors, call, needed = inputs
+    specialization, operands = PROGRAMS[program].find(tensors, call, needed)
+    pair = specialization.pair
+    ctx.specialization, ctx.rows = specialization, operands.rows
+    ctx.names = [o.name for o in operands.operands]
+    ctx.shapes = {o.name: t.shape for o, t in zip(operands.operands, tensors, strict=True)}
+    ctx.outputs = {p: (output[p].shape, output[p].dtype, output[p].device) for p in pair.adjoints}
+    ctx.mark_non_differentiable(
+        *(o for p, o in enumerate(output) if p not in pair.differentiable)
+    )
+    named = dict(zip(ctx.names, tensors, strict=True))
+    ctx.save_for_backward(*(output[v] if isinstance(v, int) else named[v] for v in pair.values))
+
+
+def _backward(
+    ctx: Any, gradients: Sequence[Tensor | None]
+) -> tuple[None, list[Tensor | None], None, None]:
+    """The gradients of a program's tensors: one call of its backward program."""
+    pair = ctx.specialization.pair
+    adjoints = []
+    for position in pair.adjoints:
+        given = gradients[position]
+        shape, dtype, device = ctx.outputs[position]
+        zeros = given is None
+        adjoints.append(torch.zeros(shape, dtype=dtype, device=device) if zeros else given)
+    results = torch.ops.cadenza.run_backward(
+        ctx.specialization.digest, list(ctx.saved_tensors), adjoints, ctx.rows
+    )
+    named = dict(zip(pair.gradients, results, strict=True))
+    by_operand = [named[n].reshape(ctx.shapes[n]) if n in named else None for n in ctx.names]
+    return None, by_operand, None, None
+
+
+def _no_double_backward(ctx: Any, *gradients: Any) -> None:
+    raise CadenzaError(
+        "a program can be differentiated once: its backward has no derivative of its own\n"
+        "  write:    program.plain(...) where a second derivative is needed"
+    )
+
+
+torch.library.register_autograd("cadenza::run", _backward, setup_context=_setup_context)
+torch.library.register_autograd("cadenza::run_backward", _no_double_backward)

@@ -1,0 +1,114 @@
+"""The command line: `cadenza COMMAND …`. Bad input is one line on standard error, exit code 2.
+
+A command's own module, and with it torch, is imported when the command runs, so that `--help`
+answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from inspect import Parameter, Signature
+from io import TextIOWrapper
+from typing import Any, get_type_hints
+
+import typer
+
+from cadenza import __version__
+from cadenza.core.errors import BackEndError
+from cadenza.tools.fault import Fault
+from cadenza.tools.settings import COMPARED_STEPS, DEFAULT_STEPS, Settings
+
+# Typer doesn't name the base of its usage errors in public, and has moved it between releases.
+USAGE_ERROR = next(one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException")
+
+STEPS_HELP = (
+    f"steps in all (default {DEFAULT_STEPS}, {COMPARED_STEPS['float64']} to compare in float64)"
+)
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command that the arguments name (the process's own by default); the exit code."""
+    _never_fail_to_print()
+    try:
+        code = app(arguments, prog_name="cadenza", standalone_mode=False)
+    except USAGE_ERROR as error:
+        return _refuse(f"{error.format_message()} (cadenza --help lists what there is)")
+    except (Fault, BackEndError) as error:
+        return _refuse(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+def _never_fail_to_print() -> None:
+    # Trained models write any character, and some terminals have an encoding that lacks it.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _refuse(problem: str) -> int:
+    print("cadenza:", " ".join(problem.split()), file=sys.stderr)
+    return 2
+
+
+@app.callback(invoke_without_command=True)
+def cadenza(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+) -> None:
+    """Compile Transformer blocks, written as plain Python, to GEMM-epilogue programs."""
+    if version:
+        print(f"cadenza {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def taking_settings(command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command that ends in **given one option for each field of Settings.
+
+    An option left out is passed as None, since the default it stands for is that of a new run.
+    """
+    kinds = get_type_hints(Settings)
+    own = list(Signature.from_callable(command, eval_str=True).parameters.values())[:-1]
+    options = [_option(one.name, kinds[one.name], one) for one in fields(Settings)]
+    command.__signature__ = Signature([*own, *options])
+    command.__annotations__ = {one.name: one.annotation for one in [*own, *options]}
+    return command
+
+
+def _option(name: str, kind: Any, setting: Any) -> Parameter:
+    default = "" if setting.default is None else f" (default {setting.default})"
+    option = typer.Option(None, help=setting.metadata["help"] + default, show_default=False)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=option, annotation=kind | None)
+
+
+@app.command()
+@taking_settings
+def train(
+    *,
+    steps: int | None = typer.Option(None, help=STEPS_HELP),
+    out: str | None = typer.Option(None, help="folder of the run; a new one in runs/ if left out"),
+    resume: bool = typer.Option(False, "--resume", help="go on with the run that --out holds"),
+    compare: bool = typer.Option(False, "--compare", help="measure it against its stock twin"),
+    **given: Any,
+) -> int:
+    """Train a small Llama on real text, through programs in Cadenza's own language."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if compare and resume:
+        raise Fault("--compare starts afresh each time: leave --resume out")
+    if compare:
+        from cadenza.tools.compare import compare as run_comparison
+
+        return run_comparison(given, out=out, steps=steps)
+    from cadenza.tools.train import train as run_training
+
+    return run_training(given, out=out, resume=resume, steps=steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""Text from a model of bytes: one byte at a time, each from a full pass over the last window."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+TEMPERATURE = 0.8
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: bytes, length: int, seed: int) -> bytes:
+    """The prompt (at least one byte) and `length` more bytes, decided by the seed.
+
+    `model` maps tokens `[1, S]` int64, S up to `model.config.context`, to logits `[1, S, 256]`.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    for _ in range(length):
+        window = torch.tensor([tokens[-model.config.context :]], device=device)
+        tokens.append(_draw(model(window)[0, -1], generator))
+    return bytes(tokens)
+
+
+def _draw(logits: Tensor, generator: torch.Generator) -> int:
+    # On the CPU and in float64, so that the draw is the same whatever device made the logits.
+    chances = torch.softmax(logits.detach().cpu().double() / TEMPERATURE, dim=0)
+    return int(torch.multinomial(chances, 1, generator=generator))

@@ -1,0 +1,58 @@
+"""What every test runs under: one seed, one thread a worker, and the number of random examples.
+
+Property tests take their number of examples from the profile: 500, or 5000 with `--long`. A test
+that needs fewer says so itself, with `@settings`, and is then not lengthened by `--long`.
+"""
+
+import os
+
+# Before torch is imported, and inherited by the processes that tests start: several workers with
+# a thread for every core each would only wait for one another.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, register_random, settings
+
+
+class TorchRandom:
+    """torch's generator as hypothesis wants it, so that an example replays with its numbers."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+# hypothesis holds it by a weak reference only.
+TORCH_RANDOM = TorchRandom()
+register_random(TORCH_RANDOM)
+
+# No deadline: the first example of a test pays for imports and caches, and machines are shared.
+# Every value is given, because under `CI` hypothesis would otherwise draw the same examples in
+# every run.
+COMMON = settings(
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("cadenza", parent=COMMON, max_examples=500)
+settings.register_profile("cadenza-long", parent=COMMON, max_examples=5000)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--long`."""
+    parser.addoption("--long", action="store_true", help="5000 random examples a property, not 500")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses the profile, unless `--hypothesis-profile` did."""
+    if not config.getoption("--hypothesis-profile"):
+        settings.load_profile("cadenza-long" if config.getoption("--long") else "cadenza")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Every test starts from the same torch seed, whatever ran before it."""
+    torch.manual_seed(0)
