@@ -48,16 +48,20 @@ def compile_program(
     sizes: Mapping[str, int] | None = None,
     needed: Iterable[str] = (),
     name: str = "program",
+    wide: Iterable[str] = (),
 ) -> Pair:
     """The program of a function, with the gradients of the inputs named in `needed`.
 
-    Forward is the same whatever is needed; backward decides only what it also returns.
+    Forward is the same whatever is needed; backward decides only what it also returns. The
+    gradients of inputs named in `wide` stay in the compute type, for a caller that adds them up.
     """
     graph = verify(simplify(verify(trace(function, signature, sizes, name))))
-    return differentiate_program(graph, needed)
+    return differentiate_program(graph, needed, wide)
 
 
-def differentiate_program(graph: Graph, needed: Iterable[str] = ()) -> Pair:
+def differentiate_program(
+    graph: Graph, needed: Iterable[str] = (), wide: Iterable[str] = ()
+) -> Pair:
     """The pair of a program: its gradients, cut where the fewest bytes are kept."""
     names = set(needed)
     wanted = [i for i in graph.inputs if i.attributes["name"] in names and i.type.kind == REAL]
@@ -65,7 +69,7 @@ def differentiate_program(graph: Graph, needed: Iterable[str] = ()) -> Pair:
     if not differentiable:
         return Pair(graph, graph)
     adjoints = _adjoints(graph, differentiable)
-    joint = verify(simplify(verify(_gradients(graph, wanted, adjoints))))
+    joint = verify(simplify(verify(_gradients(graph, wanted, adjoints, set(wide)))))
     saved = save(graph, joint, set(adjoints.values()))
     forward = verify(_also_return(graph, saved))
     backward, values = _from_saved(joint, forward, graph)
@@ -96,15 +100,18 @@ def _adjoints(graph: Graph, differentiable: Iterable[int]) -> dict[int, Node]:
     }
 
 
-def _gradients(graph: Graph, wanted: list[Node], adjoints: Mapping[int, Node]) -> Graph:
+def _gradients(
+    graph: Graph, wanted: list[Node], adjoints: Mapping[int, Node], wide: set[str]
+) -> Graph:
     """The program of all gradients, over the inputs and the outputs' adjoints."""
     gradients = differentiate([(graph.outputs[p], a) for p, a in adjoints.items()], wanted)
     inputs = (*graph.inputs, *adjoints.values())
-    stored = storage_dtypes(topological([*inputs, *gradients.values()]), compute_dtype(graph))
-    outputs = {
-        str(i.attributes["name"]): _as_input(g, i) if stored[g] != stored[i] else g
-        for i, g in gradients.items()
-    }
+    compute = compute_dtype(graph)
+    stored = storage_dtypes(topological([*inputs, *gradients.values()]), compute)
+    outputs = {}
+    for value, gradient in gradients.items():
+        name = str(value.attributes["name"])
+        outputs[name] = _stored_as(gradient, compute if name in wide else stored[value], stored)
     name = f"{graph.name}_backward"
     return Graph(name, inputs, tuple(outputs.values()), tuple(outputs), "dict", graph.names)
 
@@ -115,9 +122,11 @@ def _new_input(like: Node, name: str, dtype: str) -> Node:
     return like.builder.make(Op.INPUT, (), attributes | shape)
 
 
-def _as_input(gradient: Node, value: Node) -> Node:
+def _stored_as(gradient: Node, dtype: str, stored: Mapping[Node, str]) -> Node:
     """A gradient takes its input's dtype: rounded once, from the compute type."""
-    return gradient.builder.make(Op.CAST, (gradient,), {"dtype": value.attributes["dtype"]})
+    if stored[gradient] == dtype:
+        return gradient
+    return gradient.builder.make(Op.CAST, (gradient,), {"dtype": dtype})
 
 
 def _free_name(name: str, taken: set[str]) -> str:

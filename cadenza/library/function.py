@@ -21,6 +21,7 @@ from cadenza.core.errors import ProgramError
 from cadenza.core.ir import Graph
 from cadenza.core.ops import M
 from cadenza.core.trace import location
+from cadenza.library.autocast import autocast_dtype
 from cadenza.library.operands import as_matrix
 from cadenza.library.operator import PROGRAMS
 from cadenza.library.specialize import Call, Specialization, Specializations
@@ -53,7 +54,7 @@ class Program:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         backend = kwargs.pop("backend", None) if "backend" not in self.parameters else None
         names, tensors, constants = self._sorted(self._bound(args, kwargs))
-        text = _encode(names, constants, _autocast(tensors[0]), backend)
+        text = _encode(names, constants, autocast_dtype(tensors[0]), backend)
         results = torch.ops.cadenza.run(self.key, tensors, text, _needed(tensors))
         structure, labels = _structure(self.key, text)
         if structure == "value":
@@ -89,7 +90,7 @@ class Program:
 
     def _compiled(self, args: Any, kwargs: Any, needed: int) -> Specialization:
         names, tensors, constants = self._sorted(self._bound(args, kwargs))
-        text = _encode(names, constants, _autocast(tensors[0]), None)
+        text = _encode(names, constants, autocast_dtype(tensors[0]), None)
         return self.specializations.find(tensors, text, needed)[0]
 
     def _traced(self) -> Function:
@@ -259,13 +260,6 @@ def _encode(
     backend: str | None,
 ) -> str:
     return Call(names, constants, autocast, chosen(backend)).encode()
-
-
-def _autocast(tensor: Tensor) -> str | None:
-    device = tensor.device.type
-    if not torch.is_autocast_enabled(device):
-        return None
-    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
 
 
 def _needed(tensors: list[Tensor]) -> int:

@@ -6,7 +6,6 @@ autograd. `run` returns the program's outputs, then what backward needs besides.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from cadenza.core.errors import CadenzaError, ProgramError
 from cadenza.core.ir import Graph
 from cadenza.core.ops import M
+from cadenza.library.autocast import without_autocast
 from cadenza.library.operands import Operands, as_matrix
 from cadenza.library.specialize import BY_DIGEST, Specialization, Specializations
 
@@ -27,14 +27,6 @@ torch.library.define(
     "cadenza::run_backward",
     "(str program, Tensor[] values, Tensor[] adjoints, SymInt rows) -> Tensor[]",
 )
-
-
-def _without_autocast(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Programs decide their own dtypes: torch's casts are off while one runs."""
-    device = tensors[0].device.type
-    if torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
 
 
 def _check_devices(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
@@ -75,11 +67,13 @@ def run(program: str, tensors: list[Tensor], call: str, needed: int) -> list[Ten
     """The outputs of a program and what is saved for the gradients in the mask `needed`."""
     specialization, operands = PROGRAMS[program].find(tensors, call, needed)
     _check_devices([o.name for o in operands.operands], tensors)
-    with _without_autocast(tensors), torch.no_grad():
+    with without_autocast(tensors[0]), torch.no_grad():
         matrices = _matrices(tensors, operands, specialization.pair.forward)
         results = specialization.forward(matrices, operands.rows)
     shapes = _output_shapes(specialization, operands)
-    return [r.view(shape) for r, (shape, _) in zip(results, shapes, strict=True)]
+    # Not `view`: autograd lets nobody write into a view that came out of an operation.
+    reshape = torch.ops.aten._unsafe_view.default
+    return [reshape(r, shape) for r, (shape, _) in zip(results, shapes, strict=True)]
 
 
 @torch.library.register_fake("cadenza::run")
@@ -98,7 +92,7 @@ def run_backward(
     graph = specialization.pair.backward
     assert graph is not None
     given = [*values, *adjoints]
-    with _without_autocast(given), torch.no_grad():
+    with without_autocast(given[0]), torch.no_grad():
         matrices = [
             as_matrix(t, rows if i.type.rows == M else i.type.rows, int(i.type.columns))
             for t, i in zip(given, graph.inputs, strict=True)

@@ -29,23 +29,29 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Call:
-    """What a call fixes besides its tensors: operand names, constants, autocast, back end."""
+    """What a call fixes besides its tensors: operand names, constants, autocast, back end.
+
+    `wide` names operands whose gradient stays in the compute type.
+    """
 
     names: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...]
     autocast: str | None
     backend: str
+    wide: tuple[str, ...] = ()
 
     def encode(self) -> str:
         """The call as text, so that torch.compile sees a constant."""
-        return json.dumps([self.names, self.constants, self.autocast, self.backend])
+        fields = [self.names, self.constants, self.autocast, self.backend, self.wide]
+        return json.dumps(fields)
 
-
-@lru_cache(maxsize=4096)
-def decode(text: str) -> Call:
-    """The call that `encode` wrote."""
-    names, constants, autocast, backend = json.loads(text)
-    return Call(tuple(names), tuple((k, v) for k, v in constants), autocast, backend)
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def decode(text: str) -> Call:
+        """The call that `encode` wrote."""
+        names, constants, autocast, backend, wide = json.loads(text)
+        pairs = tuple((k, v) for k, v in constants)
+        return Call(tuple(names), pairs, autocast, backend, tuple(wide))
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +72,27 @@ class Specialization:
         """Runs backward: 2-D tensors in its graph's order to gradients."""
         assert self.pair.backward is not None
         return compile_graph(self.pair.backward, self.backend)
+
+    def forward_on(self, named: Mapping[str, Tensor], rows: int) -> list[Tensor]:
+        """Outputs, then saved values, of 2-D operands by name."""
+        inputs = [named[i.attributes["name"]] for i in self.pair.forward.inputs]
+        results: list[Tensor] = self.forward(inputs, rows)
+        return results
+
+    def backward_on(
+        self,
+        named: Mapping[str, Tensor],
+        results: Sequence[Tensor],
+        adjoints: Sequence[Tensor],
+        rows: int,
+    ) -> dict[str, Tensor]:
+        """Gradients by operand, given what `forward_on` returned and the outputs' adjoints."""
+        pair = self.pair
+        if pair.backward is None:
+            return {}
+        values = [results[v] if isinstance(v, int) else named[v] for v in pair.values]
+        inputs = [*values, *(adjoints[p] for p in pair.adjoints)]
+        return dict(zip(pair.gradients, self.backward(inputs, rows), strict=True))
 
     @cached_property
     def outputs(self) -> list[tuple[Any, int, torch.dtype]]:
@@ -111,7 +138,7 @@ class Specializations:
         self, tensors: Sequence[Tensor], text: str, needed: int
     ) -> tuple[Specialization, Operands]:
         """The compiled form for these tensors, compiled now if it is new."""
-        call = decode(text)
+        call = Call.decode(text)
         found = describe(call.names, tensors, self.shapes, dict(call.constants))
         key = (found.operands, text, needed)
         specialization = self._known.get(self._sizes(key, tensors, call))
@@ -137,7 +164,7 @@ class Specializations:
         signature = Signature(found.operands, call.constants, autocast)
         names = [n for i, n in enumerate(call.names) if needed >> i & 1]
         sizes = {o.name: found.rows for o in found.operands if o.rows == undecided(o.name)}
-        pair = compile_program(self.function, signature, sizes, names, self.name)
+        pair = compile_program(self.function, signature, sizes, names, self.name, call.wide)
         identity = specialization_digest(pair, call.backend)
         return BY_DIGEST.setdefault(identity, Specialization(pair, call.backend, identity))
 

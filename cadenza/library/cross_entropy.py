@@ -1,0 +1,257 @@
+"""Linear + cross-entropy in chunks of rows, so that only one chunk's logits exist at a time.
+
+For "mean" and "sum", forward also computes the unscaled gradients, chunk by chunk, and backward
+multiplies them by the incoming scalar: three products. For "none" each row has its own incoming
+gradient, so backward computes each chunk again: four products. The gradient of w accumulates in
+float32 and is rounded once. The program of a chunk is the built-in block lm_head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from cadenza.backends import chosen
+from cadenza.core.errors import CadenzaError, ProgramError
+from cadenza.library.autocast import autocast_dtype, without_autocast
+from cadenza.library.blocks import lm_head
+from cadenza.library.specialize import Call
+
+Tensor = torch.Tensor
+CHUNK_ELEMENTS = 2**27
+REDUCTIONS = ("mean", "sum", "none")
+X, W = 1, 2  # bits of the mask of needed gradients
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    w: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """The cross-entropy of logits x @ w.T against `target`, as F.cross_entropy of F.linear.
+
+    x [..., D] and w [V, D] share a dtype; target [...] holds int64 classes, rows of `ignore_index`
+    don't count. Returns float32 (float64 for float64): a scalar, the mean over the rows that
+    count or the sum, or the loss of each row [...]. At most `chunk_rows` rows of logits exist at a
+    time. Raises ProgramError for shapes, dtypes or arguments that don't fit, and IndexError for a
+    class outside [0, V) on a CPU; on a GPU that row's loss is NaN.
+    """
+    _check(x, w, target, reduction)
+    rows = chunk_rows or max(128, CHUNK_ELEMENTS // w.shape[0])
+    call = _call(autocast_dtype(x), ignore_index)
+    matrix, classes = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    if reduction == "none":
+        loss = torch.ops.cadenza.cross_entropy_rows(matrix, w, classes, call, rows)
+        return loss.reshape(target.shape)
+    needed = (X * x.requires_grad + W * w.requires_grad) if torch.is_grad_enabled() else 0
+    total = torch.ops.cadenza.cross_entropy_sum(matrix, w, classes, call, rows, needed)[0]
+    if reduction == "sum":
+        return total
+    count = (classes != ignore_index).sum()
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
+
+
+@torch._dynamo.assume_constant_result
+def _call(autocast: str | None, ignore_index: int) -> str:
+    constants = (("ignore_index", ignore_index),)
+    return Call(("x", "w", "target"), constants, autocast, chosen(None), wide=("w",)).encode()
+
+
+def _check(x: Tensor, w: Tensor, target: Tensor, reduction: str) -> None:
+    if reduction not in REDUCTIONS:
+        raise ProgramError(
+            "linear_cross_entropy", found=f"reduction={reduction!r}", expected=str(REDUCTIONS)
+        )
+    if w.dim() != 2 or x.dim() < 1 or x.shape[-1] != w.shape[1] or x.shape[:-1] != target.shape:
+        raise ProgramError(
+            "linear_cross_entropy",
+            found=f"x {list(x.shape)}, w {list(w.shape)}, target {list(target.shape)}",
+            expected="x [..., D], w [V, D], target [...]",
+        )
+    if target.dtype != torch.int64:
+        raise ProgramError(
+            "linear_cross_entropy",
+            found=f"target of {target.dtype}",
+            expected="class numbers in torch.int64",
+            write="target.long(); probabilities as targets are not supported",
+        )
+
+
+def _check_range(target: Tensor, classes: int, ignore_index: int) -> None:
+    """Raises on a CPU; a GPU would have to be waited for."""
+    if target.device.type != "cpu":
+        return
+    wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
+    if bool(wrong.any()):
+        raise IndexError(f"target {int(target[wrong][0])} is outside of [0, {classes})")
+
+
+class _Gradients:
+    """The gradients of x and w, filled chunk by chunk; an unneeded one stays empty."""
+
+    def __init__(self, x: Tensor, w: Tensor, needed: int) -> None:
+        wide = torch.promote_types(w.dtype, torch.float32)
+        self.needed = needed
+        self.x = torch.empty_like(x) if needed & X else x.new_empty(0)
+        self.w = torch.zeros_like(w, dtype=wide) if needed & W else w.new_empty(0, dtype=wide)
+
+    def add(self, rows: slice, gradients: dict[str, Tensor]) -> None:
+        """Puts in one chunk."""
+        if self.needed & X:
+            self.x[rows] = gradients["x"]
+        if self.needed & W:
+            self.w += gradients["w"]
+
+
+def _chunks(total: int, rows: int) -> Iterator[slice]:
+    return (slice(start, min(start + rows, total)) for start in range(0, total, rows))
+
+
+def _run(
+    x: Tensor, w: Tensor, target: Tensor, call: str, rows: int, needed: int, adjoint: Tensor | None
+) -> tuple[Tensor, _Gradients]:
+    """The loss of each row, and the gradients for `adjoint`, one number a row (ones if None)."""
+    gradients = _Gradients(x, w, needed)
+    losses = [x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))]
+    with without_autocast(x), torch.no_grad():
+        for part in _chunks(x.shape[0], rows):
+            chunk = {"x": x[part], "w": w, "target": target[part, None]}
+            specialization, _ = lm_head.specializations.find(list(chunk.values()), call, needed)
+            size = chunk["x"].shape[0]
+            ones = losses[0].new_ones(size) if adjoint is None else adjoint[part]
+            results = specialization.forward_on(chunk, size)
+            losses.append(results[0].reshape(-1))
+            gradients.add(part, specialization.backward_on(chunk, results, [ones[:, None]], size))
+    return torch.cat(losses), gradients
+
+
+torch.library.define(
+    "cadenza::cross_entropy_sum",
+    "(Tensor x, Tensor w, Tensor target, str call, int rows, int needed)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "cadenza::cross_entropy_rows",
+    "(Tensor x, Tensor w, Tensor target, str call, int rows) -> Tensor",
+)
+torch.library.define(
+    "cadenza::cross_entropy_rows_backward",
+    "(Tensor adjoint, Tensor x, Tensor w, Tensor target, str call, int rows, int needed)"
+    " -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "cadenza::scaled_gradient", "(Tensor gradient, Tensor scale, ScalarType dtype) -> Tensor"
+)
+
+
+def _ignored(call: str) -> int:
+    return int(dict(Call.decode(call).constants)["ignore_index"])
+
+
+@torch.library.impl("cadenza::cross_entropy_sum", "CompositeExplicitAutograd")
+def _sum(
+    x: Tensor, w: Tensor, target: Tensor, call: str, rows: int, needed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_range(target, w.shape[0], _ignored(call))
+    losses, gradients = _run(x, w, target, call, rows, needed, None)
+    return losses.sum(), gradients.x, gradients.w
+
+
+@torch.library.register_fake("cadenza::cross_entropy_sum")
+def _(x: Tensor, w: Tensor, target: Tensor, call: str, rows: int, needed: int) -> Any:
+    gradients = _Gradients(x, w, needed)
+    total = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
+    return total, gradients.x, gradients.w
+
+
+def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.needed, ctx.dtypes = inputs[5], (inputs[0].dtype, inputs[1].dtype)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:])
+
+
+def _sum_backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    scaled = [
+        torch.ops.cadenza.scaled_gradient(gradient, scale, dtype) if ctx.needed & bit else None
+        for gradient, dtype, bit in zip(ctx.saved_tensors, ctx.dtypes, (X, W), strict=True)
+    ]
+    return (*scaled, None, None, None, None)
+
+
+torch.library.register_autograd(
+    "cadenza::cross_entropy_sum", _sum_backward, setup_context=_sum_context
+)
+
+
+@torch.library.impl("cadenza::scaled_gradient", "CompositeExplicitAutograd")
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(gradient.dtype, scale.dtype)
+    return (gradient.to(wide) * scale).to(dtype)
+
+
+@torch.library.register_fake("cadenza::scaled_gradient")
+def _(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(gradient, dtype=dtype)
+
+
+@torch.library.impl("cadenza::cross_entropy_rows", "CompositeExplicitAutograd")
+def _rows(x: Tensor, w: Tensor, target: Tensor, call: str, rows: int) -> Tensor:
+    _check_range(target, w.shape[0], _ignored(call))
+    return _run(x, w, target, call, rows, 0, None)[0]
+
+
+@torch.library.register_fake("cadenza::cross_entropy_rows")
+def _(x: Tensor, w: Tensor, target: Tensor, call: str, rows: int) -> Tensor:
+    return x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+@torch.library.impl("cadenza::cross_entropy_rows_backward", "CompositeExplicitAutograd")
+def _rows_again(
+    adjoint: Tensor, x: Tensor, w: Tensor, target: Tensor, call: str, rows: int, needed: int
+) -> tuple[Tensor, Tensor]:
+    gradients = _run(x, w, target, call, rows, needed, adjoint)[1]
+    return gradients.x, gradients.w.to(w.dtype)
+
+
+@torch.library.register_fake("cadenza::cross_entropy_rows_backward")
+def _(
+    adjoint: Tensor, x: Tensor, w: Tensor, target: Tensor, call: str, rows: int, needed: int
+) -> Any:
+    gradients = _Gradients(x, w, needed)
+    return gradients.x, gradients.w.to(w.dtype)
+
+
+def _rows_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, target, ctx.call, ctx.rows = inputs
+    ctx.save_for_backward(x, w, target)
+
+
+def _rows_backward(ctx: Any, adjoint: Tensor) -> tuple[Tensor | None, ...]:
+    needed = X * ctx.needs_input_grad[0] + W * ctx.needs_input_grad[1]
+    results = torch.ops.cadenza.cross_entropy_rows_backward(
+        adjoint, *ctx.saved_tensors, ctx.call, ctx.rows, needed
+    )
+    by_input = [r if needed & bit else None for r, bit in zip(results, (X, W), strict=True)]
+    return (*by_input, None, None, None)
+
+
+torch.library.register_autograd(
+    "cadenza::cross_entropy_rows", _rows_backward, setup_context=_rows_context
+)
+
+
+def _no_double_backward(ctx: Any, *gradients: Any) -> None:
+    raise CadenzaError(
+        "linear_cross_entropy can be differentiated once\n"
+        "  write:    F.cross_entropy(F.linear(x, w), target) where a second derivative is needed"
+    )
+
+
+torch.library.register_autograd("cadenza::scaled_gradient", _no_double_backward)
+torch.library.register_autograd("cadenza::cross_entropy_rows_backward", _no_double_backward)
