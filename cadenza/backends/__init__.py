@@ -6,7 +6,7 @@ import os
 
 from cadenza.backends import reference
 from cadenza.backends.reference import Executable
-from cadenza.core.errors import BackEndError
+from cadenza.core.errors import BackEndError, author_line, explanation
 from cadenza.core.ir import Graph
 
 NAMES = ("auto", "reference")
@@ -14,15 +14,19 @@ NAMES = ("auto", "reference")
 
 def chosen(name: str | None) -> str:
     """The back end asked for by a call, else by CADENZA_BACKEND, else auto. Raises BackEndError."""
-    source = "backend=" if name else "CADENZA_BACKEND="
-    name = name or os.environ.get("CADENZA_BACKEND") or "auto"
-    if name not in NAMES:
-        raise BackEndError(f"{source}{name!r} is not a back end; write one of {', '.join(NAMES)}")
+    asked = name or os.environ.get("CADENZA_BACKEND") or "auto"
+    if asked not in NAMES:
+        raise _unknown(asked, author_line() if name else "CADENZA_BACKEND")
     return "reference"
+
+
+def _unknown(name: str, where: str) -> BackEndError:
+    names = ", ".join(NAMES)
+    return BackEndError(explanation("no such back end", repr(name), f"one of {names}", "", where))
 
 
 def compile_graph(graph: Graph, backend: str) -> Executable:
     """A program made ready to run on the back end called `backend`."""
     if backend != "reference":
-        raise BackEndError(f"{backend!r} is not a back end; write one of {', '.join(NAMES)}")
+        raise _unknown(backend, "")
     return reference.compile_graph(graph)

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from cadenza.backends.random import uniform
-from cadenza.core import lang
+from cadenza.core.dispatch import register
 from cadenza.core.ir import Graph, Node
 from cadenza.core.ops import BOOLEAN, REAL, Op
 from cadenza.core.storage import compute_dtype, storage_dtypes
 
 Tensor = torch.Tensor
+NUMBERS = (Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.MAXIMUM, Op.MINIMUM, Op.COMPARE, Op.WHERE)
 RELATIONS = {"<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne}
 
 
@@ -58,6 +59,12 @@ def _column_max(x: Tensor) -> Tensor:
     return x.max(0, keepdim=True).values
 
 
+def _row_variance(x: Tensor) -> Tensor:
+    if x.shape[0] == 0:  # where torch would warn
+        return x.sum(1, keepdim=True)
+    return x.var(1, correction=0, keepdim=True)
+
+
 def _extremum(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """torch.maximum and minimum take no numbers."""
 
@@ -70,6 +77,16 @@ def _extremum(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _matmul(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
     return torch.mm(a.T if transpose_a else a, b.T if transpose_b else b)
+
+
+def _takes_numbers(node: Node) -> bool:
+    """Whether torch takes Python's numbers for the constants among the inputs of `node`.
+
+    Numbers alone would give numbers, or tensors of torch's default dtype.
+    """
+    values = node.inputs[1:] if node.op is Op.WHERE else node.inputs
+    mixed = any(i.op is not Op.CONSTANT for i in values)
+    return node.op is Op.RANDOM or (node.op in NUMBERS and mixed)
 
 
 def _round(x: Tensor, dtype: str) -> Tensor:
@@ -104,8 +121,8 @@ MEANING: dict[Op, Callable[..., Any]] = {
     Op.TILE: lambda x, times: x.repeat(1, times),
     Op.ROW_SUM: lambda x: x.sum(1, keepdim=True),
     Op.ROW_MAX: lambda x: x.max(1, keepdim=True).values,
-    Op.ROW_VARIANCE: lambda x: x.var(1, correction=0, keepdim=True),
-    Op.LOGSUMEXP: lambda x: x.logsumexp(1, keepdim=True),
+    Op.ROW_VARIANCE: _row_variance,
+    Op.LOGSUMEXP: lambda x, shift: (x - shift).logsumexp(1, keepdim=True),
     Op.COLUMN_SUM: lambda x: x.sum(0, keepdim=True),
     Op.COLUMN_MAX: _column_max,
     Op.GROUP_SUM: lambda x, size: _groups(x, size).sum(2),
@@ -114,7 +131,7 @@ MEANING: dict[Op, Callable[..., Any]] = {
     Op.MATMUL: _matmul,
 }
 
-# Leaves need to know the number of rows and where to put the result: `like` is any input.
+# Leaves need to know the number of rows, the compute type and the device: `like` has the last two.
 LEAVES: dict[Op, Callable[..., Tensor]] = {
     Op.CONSTANT: lambda like, value, rows, columns: like.new_full((rows, columns), value),
     Op.COLUMN_INDEX: lambda like, rows, columns: torch.arange(columns, device=like.device)[None],
@@ -133,10 +150,17 @@ PLAIN: dict[Op, Callable[..., Any]] = MEANING | {
 
 def evaluate(op: Op, values: Sequence[Any], attributes: dict[str, Any]) -> Any:
     """One operation on tensors with torch's own dtypes: what `lang` does outside of a trace."""
+    if op not in NUMBERS:
+        values = [v if isinstance(v, Tensor) or op is Op.RANDOM else _like(values, v) for v in values]
     return PLAIN[op](*values, **attributes)
 
 
-lang.register(torch.Tensor, evaluate)
+def _like(values: Sequence[Any], number: float) -> Tensor:
+    """A number as [1, 1], of the dtype and on the device of the first tensor among `values`."""
+    return next(v for v in values if isinstance(v, Tensor)).new_full((1, 1), number)
+
+
+register(torch.Tensor, evaluate)
 
 
 class Executable:
@@ -147,6 +171,7 @@ class Executable:
         self.nodes = [n for n in graph.nodes() if n.op is not Op.INPUT]
         self.compute = getattr(torch, compute_dtype(graph))
         self.stored = storage_dtypes(graph.nodes(), compute_dtype(graph))
+        self.numbers = self._numbers()
         self.steps = [self._step(n) for n in self.nodes]
         self.outputs = [(o, self._output_dtype(o)) for o in graph.outputs]
         self.dead = self._last_uses()
@@ -157,7 +182,7 @@ class Executable:
 
     def _step(self, node: Node) -> Callable[[dict[Node, Any], int], Any]:
         attributes, inputs = node.attributes, node.inputs
-        if node.op is Op.CONSTANT and (node.type.rows, node.type.columns) == (1, 1):
+        if node in self.numbers:
             return lambda values, rows: attributes["value"]
         if node.op in LEAVES:
             return self._leaf(node)
@@ -192,6 +217,13 @@ class Executable:
         multiplied = node in self.operands and node.type.is_matrix and node.op is not Op.CAST
         return dtype if multiplied and dtype != self.compute else None
 
+    def _numbers(self) -> set[Node]:
+        """The constants that may stay Python's numbers: scalars that every user takes as such."""
+        tensors = {i for n in self.nodes for i in n.inputs if not _takes_numbers(n)}
+        tensors |= set(self.graph.outputs)
+        scalars = {n for n in self.nodes if (n.op, n.type[:2]) == (Op.CONSTANT, (1, 1))}
+        return scalars - tensors
+
     @property
     def operands(self) -> set[Node]:
         """The operands of products."""
@@ -210,7 +242,7 @@ class Executable:
         values: dict[Any, Any] = {}
         for node, tensor in zip(self.graph.inputs, tensors, strict=True):
             values[node] = tensor.to(self.compute) if node.type.kind == REAL else tensor
-        values["like"] = next((v for v in values.values() if v.is_floating_point()), tensors[0])
+        values["like"] = tensors[0].new_empty(0, dtype=self.compute)
         for node, step, dead in zip(self.nodes, self.steps, self.dead, strict=True):
             values[node] = step(values, rows)
             for spent in dead:

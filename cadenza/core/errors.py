@@ -6,6 +6,7 @@ write instead. The place is the innermost line of the author's own code, never o
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -17,11 +18,18 @@ _BRIDGE = str(_PACKAGE / "library")
 _BLOCKS = str(_PACKAGE / "library" / "blocks.py")
 _STANDARD = sysconfig.get_path("stdlib")
 _SITE = "site-packages"
-_TORCH = str(Path(_SITE, "torch")) + "/"
+_LIBRARIES = tuple(str(Path(_SITE, package)) + os.sep for package in ("torch", "numpy"))
 
 
 class CadenzaError(Exception):
     """Base of all errors raised on purpose by Cadenza."""
+
+
+def explanation(problem: str, found: str, expected: str, write: str, where: str) -> str:
+    """The lines of a message; what is empty is left out."""
+    lines = {"  found:    ": found, "  expected: ": expected, "  write:    ": write}
+    first = f"{where}: {problem}" if where else problem
+    return "\n".join([first, *(label + text for label, text in lines.items() if text)])
 
 
 class ProgramError(CadenzaError, TypeError):
@@ -37,11 +45,13 @@ class ProgramError(CadenzaError, TypeError):
         where: str | None = None,
     ) -> None:
         place = author_line() if where is None else where
-        parts = [f"{place}: {problem}" if place else problem]
-        parts += [f"  found:    {found}"] if found else []
-        parts += [f"  expected: {expected}"] if expected else []
-        parts += [f"  write:    {write}"] if write else []
-        super().__init__("\n".join(parts))
+        self.parts = problem, found, expected, write
+        super().__init__(explanation(*self.parts, place))
+
+    def moved(self, where: str) -> ProgramError:
+        """The same error at another place."""
+        problem, found, expected, write = self.parts
+        return ProgramError(problem, found=found, expected=expected, write=write, where=where)
 
 
 class UnknownOperationError(ProgramError, AttributeError):
@@ -58,7 +68,9 @@ class BackEndError(CadenzaError, ValueError):
 
 def _is_ours(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    if file.startswith(_OURS) or file.startswith("<frozen") or _TORCH in file:
+    if file.startswith(_OURS) or file.startswith("<frozen"):
+        return True
+    if any(library in file for library in _LIBRARIES):
         return True
     if file.startswith(_STANDARD) and _SITE not in file:
         return True
@@ -66,7 +78,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def author_line() -> str:
-    """`file:line` of the innermost frame outside Cadenza and torch, or "" when there is none."""
+    """`file:line` of the innermost frame of the author's own code, or "" when there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_ours(frame):
         frame = frame.f_back

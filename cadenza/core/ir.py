@@ -7,25 +7,19 @@ authors and the compiler's own rules write ordinary expressions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
-from cadenza.core.errors import (
-    ProgramError,
-    UnknownOperationError,
-    VerificationError,
-    author_line,
-)
+from cadenza.core.errors import ProgramError, VerificationError, author_line
 from cadenza.core.ops import Attributes, Dim, Op, Type, TypeRuleError
+from cadenza.core.refusals import Refusals, other_program, tensor_inside
 
 Number = float | int
-NOT_A_TENSOR = (
-    "a value of a program has no data while the function is traced; it stands for every row"
-)
 
 
-class Node:
+class Node(Refusals):
     """One value of a program: an operation over other values, with a type. Made by a Builder."""
 
     __slots__ = ("attributes", "builder", "id", "inputs", "op", "source", "type")
@@ -47,7 +41,7 @@ class Node:
         return self.type.rows, self.type.columns
 
     @property
-    def T(self) -> Node:  # noqa: N802 (torch's name)
+    def T(self) -> Node:
         """The transpose of a column or a row; a matrix transposes inside `L.matmul` only."""
         if self.type.is_matrix:
             raise ProgramError(
@@ -84,12 +78,15 @@ class Node:
     def __neg__(self) -> Node:
         return self.builder.apply(Op.NEG, self)
 
+    def __pos__(self) -> Node:
+        return self
+
     def __abs__(self) -> Node:
         return self.builder.apply(Op.ABS, self)
 
     def __pow__(self, exponent: object) -> Node:
-        if isinstance(exponent, float) and exponent.is_integer():
-            exponent = int(exponent)
+        if isinstance(exponent, Real) and float(exponent).is_integer():
+            exponent = int(float(exponent))
         return self.builder.apply(Op.POWER, self, exponent=exponent)
 
     def __matmul__(self, other: object) -> Node:
@@ -123,81 +120,6 @@ class Node:
         return self.builder.apply(Op.COMPARE, self, 0.0, relation="==")
 
     __hash__ = object.__hash__
-
-    def __bool__(self) -> bool:
-        raise ProgramError(
-            "`if`, `and`, `or`, `not` on a traced value",
-            found=NOT_A_TENSOR,
-            expected="a constant argument, or a choice made element by element",
-            write="L.where(condition, a, b); and `&`, `|`, `~` between conditions",
-        )
-
-    def __getitem__(self, _: object) -> Node:
-        raise ProgramError(
-            "a traced value has no indexing",
-            found=NOT_A_TENSOR,
-            write="L.columns(x, start, stop), L.split(x, inner) or L.pick(x, index)",
-        )
-
-    def __iter__(self) -> Iterator[Node]:
-        raise ProgramError(
-            "a traced value can't be iterated over or unpacked",
-            found=NOT_A_TENSOR,
-            write="a, b = L.split(x), or L.columns(x, start, stop)",
-        )
-
-    def _no_number(self, *_: object) -> Any:
-        raise ProgramError(
-            "a traced value is not a number",
-            found=NOT_A_TENSOR,
-            write="keep it in the program, or pass the number as a constant argument",
-        )
-
-    __float__ = __int__ = __index__ = __len__ = __array__ = _no_number
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise unknown_operation(f"value.{name}", name)
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(function, "__name__", str(function))
-        if name.strip("_") in TENSOR_OPERATORS:
-            raise tensor_inside()
-        raise unknown_operation(f"torch.{name}", name)
-
-
-TENSOR_OPERATORS = (
-    "add radd sub rsub mul rmul div rdiv truediv rtruediv pow rpow matmul rmatmul eq ne lt le gt ge"
-).split()
-
-
-def unknown_operation(call: str, name: str) -> UnknownOperationError:
-    """The error for an operation outside the closed set."""
-    from cadenza.core import lang
-
-    known = name.strip("_") in lang.__all__
-    cure = f"L.{name.strip('_')}(...)" if known else "a composition of the functions of cadenza.lang"
-    return UnknownOperationError(
-        f"unknown operation {call}",
-        found=f"{call} on a traced value",
-        expected="operations of the language only, since they are what fuses",
-        write=cure,
-    )
-
-
-def tensor_inside(
-    found: str = "a tensor that is not an operand", where: str | None = None
-) -> ProgramError:
-    """The error for a tensor that reached a program through a closure or a global."""
-    return ProgramError(
-        "a tensor in a closure or a global can't be part of a program",
-        found=found,
-        expected="tensors as operands; numbers, strings and None as constants",
-        write="add a parameter to the function and pass the tensor in the call",
-        where=where,
-    )
 
 
 class Builder:
@@ -241,10 +163,10 @@ class Builder:
             if error.dims and any(str(d).startswith("M?") for d in error.dims):
                 raise Undecided(error.dims) from None
             raise ProgramError(
-                f"{op.label} of {', '.join(str(i.type) for i in inputs)}",
+                f"{op.label} of {' and '.join(_shown(i) for i in inputs)}",
                 found=error.found,
                 expected=error.expected,
-                write=_CURES.get(op, "operands whose shapes broadcast, as in NumPy"),
+                write=_CURES.get(op, _SHAPES),
             ) from None
 
     def matmul(
@@ -262,24 +184,24 @@ class Builder:
         """`value` as a node of this program."""
         if isinstance(value, Node):
             if value.builder is not self:
-                raise ProgramError(
-                    "a value of one program was used in another",
-                    found=f"a value traced earlier, {value!r}, in {op.label}",
-                    expected="values of this call of the function",
-                    write="return it from the first program, and pass the result as an operand",
-                )
+                raise other_program(f"{op.label} of values that two calls traced")
             return value
-        if isinstance(value, (bool, int, float)):
-            whole = op is Op.RANDOM and isinstance(value, int)
-            return self.constant(int(value) if whole else float(value))
+        if op is Op.RANDOM and isinstance(value, Integral):
+            return self.constant(int(value))
+        if isinstance(value, Real):
+            return self.constant(float(value))
         if hasattr(value, "shape"):
             raise tensor_inside(f"a {type(value).__name__} in {op.label}")
         raise ProgramError(
             f"{op.label} of a {type(value).__name__}",
             found=repr(value)[:60],
             expected="a value of the program or a number",
-            write="pass the tensor as an operand, the number as a constant",
+            write="the tensor as an operand, the number (of rows, too) as a constant argument",
         )
+
+
+def _shown(node: Node) -> str:
+    return f"{node.attributes['name']} {node.type}" if node.op is Op.INPUT else str(node.type)
 
 
 class Undecided(Exception):
@@ -290,6 +212,7 @@ class Undecided(Exception):
         self.dims = dims
 
 
+_SHAPES = "sizes that broadcast; L.columns, L.split, L.repeat and L.tile change columns"
 _CURES = {
     Op.MATMUL: "x [..., K] and w [N, K] (nn.Linear's layout) with the same K",
     Op.SPLIT: "L.split(x, inner) with columns = outer * 2 * inner",
@@ -361,7 +284,8 @@ def equal(first: Graph, second: Graph) -> bool:
         len(first.nodes()) == len(second.nodes())
         and len(first.outputs) == len(second.outputs)
         and all(same[a] is b for a, b in zip(first.outputs, second.outputs, strict=True))
-        and [repr(i.attributes) for i in first.inputs] == [repr(i.attributes) for i in second.inputs]
+        and [repr(i.attributes) for i in first.inputs]
+        == [repr(i.attributes) for i in second.inputs]
         and (first.name, first.labels, first.structure)
         == (second.name, second.labels, second.structure)
     )

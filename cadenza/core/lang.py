@@ -1,64 +1,37 @@
 """What authors import as `L`: the functions of the language, each over the closed set.
 
 Every function works on values of a program while it is traced, and on tensors when the same
-function runs as plain tensor code; back ends register their tensor types with `register`. Shapes
+function runs as plain tensor code; back ends register their tensor types (core/dispatch). Shapes
 are [M, N] matrices, [M, 1] columns, [1, N] rows and [1, 1] scalars, and broadcast as in NumPy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from keyword import iskeyword
 from typing import Any
 
+from cadenza.core.dispatch import Value, apply
 from cadenza.core.errors import ProgramError
-from cadenza.core.ir import Node, unknown_operation
+from cadenza.core.ir import Node
 from cadenza.core.ops import Op
+from cadenza.core.storage import storage_dtype
+from cadenza.core.refusals import unknown_operation
 
 __all__ = [
     "abs", "cast", "column_index", "column_max", "column_sum", "columns", "concat", "dropout",
     "erf", "exp", "geglu", "gelu", "group_max", "group_sum", "join", "layer_norm", "linear", "log",
     "logsumexp", "matmul", "maximum", "minimum", "name", "pick", "qk_norm", "random", "reglu",
     "relu", "relu2", "repeat", "rms_norm", "rope", "row_index", "row_max", "row_mean", "row_sum",
-    "row_variance", "rsqrt", "sigmoid", "silu", "softcap", "split", "sqrt", "swiglu", "tanh",
-    "tile", "where",
+    "row_variance", "rsqrt", "sigmoid", "silu", "softcap", "split", "sqrt", "stored", "swiglu",
+    "tanh", "tile", "where",
 ]  # fmt: skip
-
-Value = Any  # a Node while tracing, a tensor of a registered type otherwise
-_EVALUATORS: dict[type, Callable[..., Any]] = {}
 
 
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     raise unknown_operation(f"L.{name}", name)
-
-
-def register(tensor_type: type, evaluator: Callable[..., Any]) -> None:
-    """Lets `evaluator(op, values, attributes)` run operations on tensors of `tensor_type`."""
-    _EVALUATORS[tensor_type] = evaluator
-
-
-def is_tensor(value: object) -> bool:
-    """Whether `value` is a tensor of a registered type."""
-    return isinstance(value, tuple(_EVALUATORS))
-
-
-def apply(op: Op, *values: Value, **attributes: Any) -> Value:
-    """One operation of the closed set, on traced values or on tensors."""
-    for value in values:
-        if isinstance(value, Node):
-            return value.builder.apply(op, *values, **attributes)
-    for value in values:
-        for tensor_type in type(value).__mro__:
-            if tensor_type in _EVALUATORS:
-                return _EVALUATORS[tensor_type](op, values, attributes)
-    raise ProgramError(
-        f"{op.label} of a {type(values[0]).__name__}",
-        found=repr(values[0])[:60],
-        expected="a value of the program, or a tensor",
-        write="numbers alone need no language: use Python's math",
-    )
 
 
 # --- elementwise ---------------------------------------------------------------------------------
@@ -122,6 +95,14 @@ def where(condition: Value, a: Value, b: Value) -> Value:
 def cast(x: Value, dtype: Any) -> Value:
     """x rounded to `dtype` ("bfloat16", torch.bfloat16, …); an output keeps that dtype."""
     return apply(Op.CAST, x, dtype=str(dtype).removeprefix("torch."))
+
+
+def stored(x: Value) -> Value:
+    """x as it is where it is stored: rounded here to the dtype of its operands.
+
+    What follows sees the rounded value, as after torch's own F.linear.
+    """
+    return x.builder.apply(Op.CAST, x, dtype=storage_dtype(x)) if isinstance(x, Node) else x
 
 
 # --- columns -------------------------------------------------------------------------------------
@@ -210,9 +191,12 @@ def row_max(x: Value) -> Value:
     return apply(Op.ROW_MAX, x)
 
 
-def logsumexp(x: Value) -> Value:
-    """log(row_sum(exp(x))), [M, 1], computed with the largest value taken out."""
-    return apply(Op.LOGSUMEXP, x)
+def logsumexp(x: Value, shift: Value = 0.0) -> Value:
+    """log(row_sum(exp(x - shift))), [M, 1], with the largest value taken out; shift [M, 1].
+
+    As a cross-entropy, logsumexp(z, pick(z, index)) is exact under a common offset of z.
+    """
+    return apply(Op.LOGSUMEXP, x, shift)
 
 
 def column_sum(x: Value) -> Value:
@@ -260,8 +244,13 @@ def linear(x: Value, w: Value, bias: Value = None) -> Value:
 def name(value: Value, label: str) -> Value:
     """The value itself, called `label` in printed programs; the last name given to it holds."""
     if isinstance(value, Node):
-        if not label.isidentifier():
-            raise ProgramError("a value's name must be an identifier", found=repr(label))
+        if not label.isidentifier() or iskeyword(label):
+            raise ProgramError(
+                "a value's name that is not a name in Python",
+                found=repr(label),
+                expected="letters, digits and underscores, no keyword",
+                write="L.name(x, 'x1')",
+            )
         value.builder.names[value] = label
     return value
 
@@ -321,7 +310,12 @@ def reglu(x: Value) -> Value:
 def dropout(x: Value, p: float, seed: Value) -> Value:
     """x / (1 - p) where a random number reaches p, else 0; the same in forward and backward."""
     if not 0.0 <= p < 1.0:
-        raise ProgramError("dropout", found=f"p={p}", expected="0 <= p < 1")
+        raise ProgramError(
+            "dropout of all or less than nothing",
+            found=f"p={p}",
+            expected="0 <= p < 1",
+            write="L.dropout(x, 0.1, seed)",
+        )
     return x if p == 0.0 else where(random(x, seed) >= p, x * (1.0 / (1.0 - p)), 0.0)
 
 
@@ -371,6 +365,7 @@ def rope(
     """
     heads = _heads(x, head_dim, heads)
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    _check_tables(cos, sin, head_dim, rotary_dim)
     inner = 1 if interleaved else rotary_dim // 2
     if rotary_dim == head_dim:
         width = heads * head_dim
@@ -391,10 +386,21 @@ def _rotate(x: Value, cos: Value, sin: Value, inner: int) -> Value:
     return join(a * cos - b * sin, a * sin + b * cos, inner)
 
 
+def _check_tables(cos: Value, sin: Value, head_dim: int, rotary_dim: int) -> None:
+    half = rotary_dim // 2
+    if not (0 < 2 * half == rotary_dim <= head_dim and cos.shape[1] == sin.shape[1] == half):
+        raise ProgramError(
+            "rope with cos and sin that don't fit the heads",
+            found=f"{cos.shape[1]} and {sin.shape[1]} columns, {head_dim=}, {rotary_dim=}",
+            expected="rotary_dim / 2 columns each; rotary_dim even and at most head_dim",
+            write="L.rope(x, cos, sin, head_dim, rotary_dim=2 * cos.shape[1])",
+        )
+
+
 def _heads(x: Value, head_dim: int, heads: int | None) -> int:
     total = x.shape[1]
-    heads = total // head_dim if heads is None else heads
-    if heads * head_dim > total or (heads * head_dim < 1) or total % head_dim:
+    heads = total // max(head_dim, 1) if heads is None else heads
+    if min(head_dim, heads) < 1 or heads * head_dim > total or total % head_dim:
         raise ProgramError(
             "heads that don't fit the columns",
             found=f"{total} columns, heads={heads}, head_dim={head_dim}",

@@ -49,25 +49,21 @@ Attributes = dict[str, Any]
 TypeRule = Callable[..., Type]
 
 
-def broadcast_dim(a: Dim, b: Dim) -> Dim:
-    """NumPy's rule for one axis."""
+def broadcast_dim(a: Dim, b: Dim, axis: str) -> Dim:
+    """NumPy's rule for one axis, "rows" or "columns"."""
     if a == b or b == 1:
         return a
     if a == 1:
         return b
-    raise TypeRuleError(f"sizes {a} and {b}", "equal sizes, or 1", (a, b))
+    raise TypeRuleError(f"{a} and {b} {axis}", f"as many {axis}, or 1", (a, b))
 
 
 def broadcast(*types: Type) -> Type:
     """The common shape of values under NumPy's rule; the kind is real."""
     rows, columns = types[0].rows, types[0].columns
     for other in types[1:]:
-        try:
-            rows = broadcast_dim(rows, other.rows)
-            columns = broadcast_dim(columns, other.columns)
-        except TypeRuleError as error:
-            found = " and ".join(str(t) for t in types)
-            raise TypeRuleError(found, "shapes that broadcast", error.dims) from None
+        rows = broadcast_dim(rows, other.rows, "rows")
+        columns = broadcast_dim(columns, other.columns, "columns")
     return Type(rows, columns)
 
 
@@ -159,6 +155,11 @@ def _row_reduction(x: Type) -> Type:
     return Type(x.rows, 1)
 
 
+def _logsumexp(x: Type, shift: Type) -> Type:
+    _require(shift.columns == 1, f"a shift {shift}", "one number a row, or one number")
+    return broadcast(x, shift)._replace(columns=1)
+
+
 def _column_reduction(x: Type) -> Type:
     return Type(1, x.columns)
 
@@ -238,7 +239,7 @@ class Op(Enum):
     ROW_SUM = _rule("reduction", 1, _row_reduction)
     ROW_MAX = _rule("reduction", 1, _row_reduction)
     ROW_VARIANCE = _rule("reduction", 1, _row_reduction)
-    LOGSUMEXP = _rule("reduction", 1, _row_reduction)
+    LOGSUMEXP = _rule("reduction", 2, _logsumexp)
     COLUMN_SUM = _rule("reduction", 1, _column_reduction)
     COLUMN_MAX = _rule("reduction", 1, _column_reduction)
     GROUP_SUM = _rule("reduction", 1, _group_reduction, "size")

@@ -13,7 +13,7 @@ from typing import Any
 
 from cadenza.core.errors import ProgramError
 from cadenza.core.ir import Builder, Graph, Node
-from cadenza.core.ops import Op
+from cadenza.core.ops import FLOATS, REAL, M, Op
 from cadenza.core.trace import kind_of
 
 _BINARY: dict[type, Callable[[Node, Node], Node]] = {
@@ -27,24 +27,31 @@ def parse(text: str) -> Graph:
     """The program that `text` prints. Raises ProgramError, naming the line, for anything else."""
     try:
         body = ast.parse(text).body
-    except SyntaxError as error:
-        raise ProgramError(
-            "a program that does not parse", found=str(error), where=f"line {error.lineno}"
-        ) from None
-    if len(body) != 1 or not isinstance(body[0], ast.FunctionDef):
-        raise _unexpected(body[0] if body else ast.Pass(lineno=1), "one function definition")
-    return _Reader(body[0]).graph()
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise _unexpected(getattr(error, "msg", str(error)), "Python's syntax", line) from None
+    if len(body) != 1:
+        raise _unexpected(f"{len(body)} statements", "one function definition", 1)
+    function = body[0]
+    if not isinstance(function, ast.FunctionDef) or not _is_plain(function):
+        raise _unexpected(function, "one function definition, of plain typed parameters")
+    return _Reader(function).graph()
 
 
-def _unexpected(node: ast.AST, expected: str) -> ProgramError:
-    line = getattr(node, "lineno", "?")
-    found = ast.unparse(node) if hasattr(node, "lineno") else type(node).__name__
+def _is_plain(function: ast.FunctionDef) -> bool:
+    a = function.args
+    extra = (a.posonlyargs, a.kwonlyargs, a.vararg, a.kwarg, a.defaults, function.returns)
+    return not any((*extra, function.decorator_list))
+
+
+def _unexpected(found: ast.AST | str, expected: str, line: int | None = None) -> ProgramError:
+    text = found if isinstance(found, str) else ast.unparse(found)
     return ProgramError(
         "not a printed program",
-        found=found[:80],
+        found=text.splitlines()[0][:80],
         expected=expected,
         write="what cadenza.core.text.show prints",
-        where=f"line {line}",
+        where=f"line {line or getattr(found, 'lineno', '?')}",
     )
 
 
@@ -59,40 +66,52 @@ class _Reader:
         names: dict[Node, str] = {}
         *lines, last = self.function.body
         for line in lines:
-            if not (isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name)):
-                raise _unexpected(line, "name = expression")
-            name = line.targets[0].id
-            node = self.values[name] = self.value(line.value)
-            if not name.rstrip("0123456789") in ("acc", "v"):
-                names[node] = name
+            match line:
+                case ast.Assign(targets=[ast.Name(id=name)]) if name not in self.values:
+                    self.values[name] = node = self._read(line.value)
+                    names[node] = name
+                case _:
+                    raise _unexpected(line, "a new name = an expression")
         if not isinstance(last, ast.Return) or last.value is None:
             raise _unexpected(last, "return values")
         labels, outputs, structure = self._returned(last.value)
         return Graph(self.function.name, inputs, outputs, labels, structure, names)
 
+    def _read(self, expression: ast.expr) -> Node:
+        """The node of an expression; an error names the line of the text."""
+        try:
+            return self.value(expression)
+        except ProgramError as error:
+            raise error.moved(f"line {expression.lineno}") from None
+
     def _input(self, argument: ast.arg) -> Node:
-        note = argument.annotation
-        if not (
-            isinstance(note, ast.Subscript)
-            and isinstance(note.value, ast.Name)
-            and isinstance(note.slice, ast.Tuple)
-        ):
-            raise _unexpected(argument, "name: dtype[rows, columns]")
-        rows, columns = (_dim(d) for d in note.slice.elts)
-        dtype = note.value.id
-        attributes = {"name": argument.arg, "dtype": dtype, "rows": rows, "columns": columns}
-        node = self.builder.make(Op.INPUT, (), attributes | {"kind": kind_of(dtype)})
-        self.values[argument.arg] = node
-        return node
+        name = argument.arg
+        match argument.annotation:
+            case ast.Subscript(
+                value=ast.Name(id=dtype),
+                slice=ast.Tuple(elts=[rows, ast.Constant(value=columns)]),
+            ) if (
+                type(columns) is int
+                and name not in self.values
+                and (dtype in FLOATS or kind_of(dtype) != REAL)
+            ):
+                attributes = {"name": name, "dtype": dtype, "rows": _rows(rows), "columns": columns}
+                node = self.builder.make(Op.INPUT, (), attributes | {"kind": kind_of(dtype)})
+                self.values[name] = node
+                return node
+        raise _unexpected(argument, "a new name: dtype[rows, columns]")
 
     def _returned(self, value: ast.expr) -> tuple[tuple[str, ...], tuple[Node, ...], str]:
         if isinstance(value, ast.Dict):
-            labels = tuple(str(_literal(k)) for k in value.keys if k is not None)
-            return labels, tuple(self.value(v) for v in value.values), "dict"
-        if isinstance(value, ast.Tuple):
+            keys = [k.value for k in value.keys if isinstance(k, ast.Constant)]
+            labels = tuple(key for key in keys if isinstance(key, str))
+            if len(set(labels)) != len(value.keys):
+                raise _unexpected(value, "different strings as keys")
+            return labels, tuple(self._read(v) for v in value.values), "dict"
+        if isinstance(value, ast.Tuple) and value.elts:
             labels = tuple(str(i) for i in range(len(value.elts)))
-            return labels, tuple(self.value(v) for v in value.elts), "tuple"
-        return ("0",), (self.value(value),), "value"
+            return labels, tuple(self._read(v) for v in value.elts), "tuple"
+        return ("0",), (self._read(value),), "value"
 
     def value(self, expression: ast.expr) -> Node:
         """The node that an expression stands for."""
@@ -100,11 +119,11 @@ class _Reader:
             case ast.Name(id=name) if name in self.values:
                 return self.values[name]
             case ast.Constant() | ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
-                return self.builder.constant(_literal(expression))
+                return self.builder.constant(_number(expression, _literal(expression)))
             case ast.UnaryOp(op=ast.USub()):
                 return -self.value(expression.operand)
             case ast.BinOp(op=ast.Pow()):
-                return self.value(expression.left) ** _literal(expression.right)
+                return self.value(expression.left).__pow__(_literal(expression.right))
             case ast.BinOp(op=ast.MatMult()):
                 return self._product(expression)
             case ast.BinOp() if type(expression.op) in _BINARY:
@@ -113,11 +132,12 @@ class _Reader:
             case ast.Compare(ops=[relation]) if type(relation) in _RELATIONS:
                 pair = self.value(expression.left), self.value(expression.comparators[0])
                 return self.builder.apply(Op.COMPARE, *pair, relation=_RELATIONS[type(relation)])
-            case ast.Call(func=ast.Name(id="constant")):
-                return self._constant(expression)
+            case ast.Call(func=ast.Name(id="constant"), args=[number]):
+                return self._constant(expression, _literal(number))
             case ast.Call(func=ast.Name(id=name)) if name in _CALLS:
                 inputs = [self.value(a) for a in expression.args]
-                return self.builder.apply(_CALLS[name], *inputs, **_keywords(expression))
+                attributes = _keywords(expression, _CALLS[name].attributes)
+                return self.builder.apply(_CALLS[name], *inputs, **attributes)
         raise _unexpected(expression, "an expression of the language")
 
     def _product(self, expression: ast.BinOp) -> Node:
@@ -125,10 +145,10 @@ class _Reader:
         (a, transpose_a), (b, transpose_b) = sides
         return self.builder.matmul(self.value(a), self.value(b), transpose_a, transpose_b)
 
-    def _constant(self, call: ast.Call) -> Node:
-        value = _literal(call.args[0])
-        number = float(value) if isinstance(value, str) else value
-        return self.builder.constant(number, **_keywords(call))
+    def _constant(self, call: ast.Call, value: Any) -> Node:
+        number = float(value) if value in ("inf", "-inf", "nan") else _number(call, value)
+        sizes = _keywords(call, ("rows", "columns")) if call.keywords else {}
+        return self.builder.constant(number, **sizes)
 
 
 def _untransposed(expression: ast.expr) -> tuple[ast.expr, bool]:
@@ -137,10 +157,19 @@ def _untransposed(expression: ast.expr) -> tuple[ast.expr, bool]:
     return expression, False
 
 
-def _dim(expression: ast.expr) -> int | str:
-    if isinstance(expression, ast.Name):
-        return expression.id
-    return int(_literal(expression))
+def _rows(expression: ast.expr) -> int | str:
+    match expression:
+        case ast.Name(id="M"):
+            return M
+        case ast.Constant(value=int(value)) if value is not True:
+            return value
+    raise _unexpected(expression, "M or a number of rows")
+
+
+def _number(expression: ast.expr, value: Any) -> float | int:
+    if type(value) in (int, float):
+        return value  # type: ignore[no-any-return]  # the line above says what it is
+    raise _unexpected(expression, "a number")
 
 
 def _literal(expression: ast.expr) -> Any:
@@ -150,5 +179,7 @@ def _literal(expression: ast.expr) -> Any:
         raise _unexpected(expression, "a number or a string") from None
 
 
-def _keywords(call: ast.Call) -> dict[str, Any]:
+def _keywords(call: ast.Call, names: tuple[str, ...]) -> dict[str, Any]:
+    if tuple(k.arg for k in call.keywords) != names:
+        raise _unexpected(call, f"the attributes {', '.join(names) or 'of none'}")
     return {str(k.arg): _literal(k.value) for k in call.keywords}

@@ -9,14 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cadenza.core.errors import ProgramError
-from cadenza.core.ir import Graph, Node
+from cadenza.core.ir import Graph, Node, topological
 from cadenza.core.ops import BOOLEAN, FLOATS, INTEGER, Op
 
 
 def compute_dtype(graph: Graph) -> str:
     """float64 when an input is float64, else float32."""
-    double = any(i.attributes["dtype"] == "float64" for i in graph.inputs)
+    return widest_statistic(graph.inputs)
+
+
+def widest_statistic(inputs: Iterable[Node]) -> str:
+    """The dtype of columns, rows and scalars computed from these inputs."""
+    double = any(i.attributes["dtype"] == "float64" for i in inputs)
     return "float64" if double else "float32"
+
+
+def storage_dtype(node: Node) -> str:
+    """The dtype that one value has where it is stored."""
+    nodes = topological([node])
+    statistic = widest_statistic(n for n in nodes if n.op is Op.INPUT)
+    return storage_dtypes(nodes, statistic)[node]
 
 
 def storage_dtypes(nodes: Iterable[Node], statistic: str) -> dict[Node, str]:
@@ -60,16 +72,26 @@ def check_products(graph: Graph, statistic: str) -> Graph:
         if node.op is not Op.MATMUL:
             continue
         first, second = (stored[i] for i in node.inputs)
-        if first != second and all(i.type.is_matrix for i in node.inputs):
+        fits = first == second and first in FLOATS
+        if not fits and all(i.type.is_matrix for i in node.inputs):
             raise ProgramError(
                 "a product needs operands of one dtype",
-                found=f"{_called(node.inputs[0])}{first} and {_called(node.inputs[1])}{second}",
-                expected="one dtype, as in torch.nn.functional.linear",
-                write=f"tensor.to(...) before the call, L.cast(x, '{second}'), or autocast",
+                found=" and ".join(f"{_called(i)} of {stored[i]}" for i in node.inputs),
+                expected="one floating dtype, as in torch.nn.functional.linear",
+                write=f"{_converted(node, first, second)}, or autocast",
                 where=node.source,
             )
     return graph
 
 
+def _converted(product: Node, first: str, second: str) -> str:
+    """What gives the second operand the first's dtype; the other way round if that is no float."""
+    operand, dtype = product.inputs[first in FLOATS], first if first in FLOATS else second
+    dtype = dtype if dtype in FLOATS else "float32"
+    if operand.op is Op.INPUT:
+        return f"{_called(operand)}.to(torch.{dtype}) before the call"
+    return f"L.cast(value, '{dtype}')"
+
+
 def _called(node: Node) -> str:
-    return f"{node.attributes['name']} of " if node.op is Op.INPUT else ""
+    return str(node.attributes["name"]) if node.op is Op.INPUT else "a value"

@@ -9,56 +9,64 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from cadenza.core import lang as L
 from cadenza.core.errors import CadenzaError
 from cadenza.core.ir import Node, topological
 from cadenza.core.ops import REAL, Op, Type
+from cadenza.core.storage import storage_dtype
 
-Row = tuple[Callable[..., Node] | None, ...]
+Value = Any  # a Node, in the language of values
+Row = tuple[Callable[..., Value] | None, ...]
 
 
-def _halved(wins: Node, ties: Node) -> Node:
+def _halved(wins: Node, ties: Node) -> Value:
     """1 where one argument wins, a half at a tie, else 0."""
     return L.where(wins, 1.0, L.where(ties, 0.5, 0.0))
 
 
-def _sign(x: Node) -> Node:
+def _sign(x: Node) -> Value:
     return L.where(x > 0.0, 1.0, L.where(x < 0.0, -1.0, 0.0))
 
 
-def _first(x: Node, top: Node, index: Node, least: Callable[[Node], Node]) -> Node:
+def _first(x: Node, top: Node, index: Node, least: Callable[[Node], Node]) -> Value:
     """1 at the first position of x that equals top, else 0."""
     here = L.where(x == top, index, math.inf)
     return L.where(index == least(here), 1.0, 0.0)
 
 
-def _first_in_row(x: Node, y: Node) -> Node:
+def _first_in_row(x: Node, y: Node) -> Value:
     return _first(x, y, L.column_index(x), lambda v: -L.row_max(-v))
 
 
-def _first_in_column(x: Node, y: Node) -> Node:
+def _first_in_column(x: Node, y: Node) -> Value:
     return _first(x, y, L.row_index(x), lambda v: -L.column_max(-v))
 
 
-def _first_in_group(x: Node, y: Node) -> Node:
+def _first_in_group(x: Node, y: Node) -> Value:
     size = y.attributes["size"]
     least = lambda v: L.repeat(-L.group_max(-v, size), size)  # noqa: E731 (a row's argument)
     return _first(x, L.repeat(y, size), L.column_index(x), least)
 
 
-def _zeros(like: Node, columns: int) -> Node:
+def _zeros(like: Node, columns: int) -> Value:
     return like.builder.constant(0.0, 1, columns)
 
 
-def _join_with_zeros(g: Node, y: Node) -> Node:
+def _cast_back(g: Value, y: Node, x: Node) -> Value:
+    """As torch's `to`: the adjoint has the dtype of what was cast."""
+    dtype = storage_dtype(x)
+    return g if dtype == y.attributes["dtype"] else L.cast(g, dtype)
+
+
+def _join_with_zeros(g: Node, y: Node) -> Value:
     """The adjoint of a split: g at its part, zeros at the other; rules add the two up."""
     zeros, inner = _zeros(g, int(y.type.columns)), y.attributes["inner"]
-    pair = (zeros, g) if y.attributes["part"] else (g, zeros)
-    return L.join(*pair, inner)
+    return L.join(zeros, g, inner) if y.attributes["part"] else L.join(g, zeros, inner)
 
 
-def _surround_with_zeros(g: Node, y: Node, x: Node) -> Node:
+def _surround_with_zeros(g: Node, y: Node, x: Node) -> Value:
     """The adjoint of a column range: g in its place, zeros elsewhere."""
     start, stop, width = y.attributes["start"], y.attributes["stop"], int(x.type.columns)
     before = [_zeros(g, start)] if start else []
@@ -67,14 +75,14 @@ def _surround_with_zeros(g: Node, y: Node, x: Node) -> Node:
 
 
 def _part_of_concat(position: int) -> Callable[..., Node]:
-    def part(g: Node, y: Node, *xs: Node) -> Node:
+    def part(g: Node, y: Node, *xs: Node) -> Value:
         start = sum(int(x.type.columns) for x in xs[:position])
         return L.columns(g, start, start + int(xs[position].type.columns))
 
     return part
 
 
-def _sum_of_tiles(g: Node, y: Node, x: Node) -> Node:
+def _sum_of_tiles(g: Node, y: Node, x: Node) -> Value:
     width = int(x.type.columns)
     total = L.columns(g, 0, width)
     for start in range(width, int(y.type.columns), width):
@@ -82,7 +90,7 @@ def _sum_of_tiles(g: Node, y: Node, x: Node) -> Node:
     return total
 
 
-def _matmul_a(g: Node, y: Node, a: Node, b: Node) -> Node:
+def _matmul_a(g: Node, y: Node, a: Node, b: Node) -> Value:
     """y = a @ b: da = g @ b.T; y = a.T @ b: da = b @ g.T; b transposed: the other way round."""
     transpose_a, transpose_b = y.attributes["transpose_a"], y.attributes["transpose_b"]
     if transpose_a:
@@ -90,7 +98,7 @@ def _matmul_a(g: Node, y: Node, a: Node, b: Node) -> Node:
     return L.matmul(g, b, transpose_b=not transpose_b)
 
 
-def _matmul_b(g: Node, y: Node, a: Node, b: Node) -> Node:
+def _matmul_b(g: Node, y: Node, a: Node, b: Node) -> Value:
     """y = a @ b: db = a.T @ g; y = a @ b.T: db = g.T @ a; a transposed: the other way round."""
     transpose_a, transpose_b = y.attributes["transpose_a"], y.attributes["transpose_b"]
     if transpose_b:
@@ -128,7 +136,7 @@ DERIVATIVES: dict[Op, Row] = {
     Op.ERF: (lambda g, y, x: g * (2.0 / math.sqrt(math.pi) * L.exp(-(x * x))),),
     Op.COMPARE: (None, None),
     Op.WHERE: (None, lambda g, y, c, a, b: L.where(c, g, 0.0), lambda g, y, c, a, b: L.where(c, 0.0, g)),
-    Op.CAST: (lambda g, y, x: g,),
+    Op.CAST: (_cast_back,),
     Op.SPLIT: (lambda g, y, x: _join_with_zeros(g, y),),
     Op.JOIN: (
         lambda g, y, a, b: L.split(g, y.attributes["inner"])[0],
@@ -141,12 +149,12 @@ DERIVATIVES: dict[Op, Row] = {
     Op.ROW_SUM: (lambda g, y, x: g,),
     Op.ROW_MAX: (lambda g, y, x: g * _first_in_row(x, y),),
     Op.ROW_VARIANCE: (lambda g, y, x: g * (2.0 / int(x.type.columns) * (x - L.row_mean(x))),),
-    Op.LOGSUMEXP: (lambda g, y, x: g * L.exp(x - y),),
+    Op.LOGSUMEXP: (lambda g, y, x, s: g * L.exp(x - (y + s)), lambda g, y, x, s: -g),
     Op.COLUMN_SUM: (lambda g, y, x: g,),
     Op.COLUMN_MAX: (lambda g, y, x: g * _first_in_column(x, y),),
     Op.GROUP_SUM: (lambda g, y, x: L.repeat(g, y.attributes["size"]),),
     Op.GROUP_MAX: (lambda g, y, x: L.repeat(g, y.attributes["size"]) * _first_in_group(x, y),),
-    Op.TRANSPOSE: (lambda g, y, x: L.apply(Op.TRANSPOSE, g),),
+    Op.TRANSPOSE: (lambda g, y, x: g.T,),
     Op.MATMUL: (_matmul_a, _matmul_b),
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ import torch
 def autocast_dtype(tensor: torch.Tensor) -> str | None:
     """The dtype that torch's autocast asks for on the tensor's device, None when it is off."""
     device = tensor.device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # torch knows none for meta
         return None
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
 

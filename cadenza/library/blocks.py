@@ -102,11 +102,12 @@ def norm_qkv(x, norm, w_qkv, cos, sin, *, head_dim, heads, eps=1e-5):
 def lm_head(x, w, target, *, ignore_index=-100):
     """The cross-entropy of each row's logits x @ w.T against its target, [M, 1].
 
-    Written as logsumexp(z - z[target]), which a common offset of the logits does not change. A
-    target of `ignore_index` costs 0, one outside of [0, V) NaN.
+    Taken relative to z[target], so a common offset of the logits does not change it, and over the
+    logits as they are stored, so that forward and backward see the same. A target of
+    `ignore_index` costs 0, one outside of [0, V) NaN.
     """
-    logits = L.name(L.linear(x, w), "logits")
-    loss = L.logsumexp(logits - L.pick(logits, target))
+    logits = L.name(L.stored(L.linear(x, w)), "logits")
+    loss = L.logsumexp(logits, L.pick(logits, target))
     inside = (target >= 0) & (target < logits.shape[1])
     return L.where(target == ignore_index, 0.0, L.where(inside, loss, math.nan))
 

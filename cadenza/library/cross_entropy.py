@@ -42,8 +42,8 @@ def linear_cross_entropy(
     time. Raises ProgramError for shapes, dtypes or arguments that don't fit, and IndexError for a
     class outside [0, V) on a CPU; on a GPU that row's loss is NaN.
     """
-    _check(x, w, target, reduction)
-    rows = chunk_rows or max(128, CHUNK_ELEMENTS // w.shape[0])
+    rows = max(128, CHUNK_ELEMENTS // w.shape[0]) if chunk_rows is None else chunk_rows
+    _check(x, w, target, reduction, rows)
     call = _call(autocast_dtype(x), ignore_index)
     matrix, classes = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     if reduction == "none":
@@ -63,10 +63,13 @@ def _call(autocast: str | None, ignore_index: int) -> str:
     return Call(("x", "w", "target"), constants, autocast, chosen(None), wide=("w",)).encode()
 
 
-def _check(x: Tensor, w: Tensor, target: Tensor, reduction: str) -> None:
-    if reduction not in REDUCTIONS:
+def _check(x: Tensor, w: Tensor, target: Tensor, reduction: str, rows: int) -> None:
+    if reduction not in REDUCTIONS or rows < 1:
         raise ProgramError(
-            "linear_cross_entropy", found=f"reduction={reduction!r}", expected=str(REDUCTIONS)
+            "linear_cross_entropy",
+            found=f"reduction={reduction!r}, chunk_rows={rows}",
+            expected=f"a reduction of {', '.join(REDUCTIONS)}, and at least one row",
+            write="reduction='mean', and chunk_rows=None for a size of our choice",
         )
     if w.dim() != 2 or x.dim() < 1 or x.shape[-1] != w.shape[1] or x.shape[:-1] != target.shape:
         raise ProgramError(
@@ -177,6 +180,7 @@ def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 
 def _sum_backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    scale = _once(scale)
     scaled = [
         torch.ops.cadenza.scaled_gradient(gradient, scale, dtype) if ctx.needed & bit else None
         for gradient, dtype, bit in zip(ctx.saved_tensors, ctx.dtypes, (X, W), strict=True)
@@ -187,6 +191,12 @@ def _sum_backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]
 torch.library.register_autograd(
     "cadenza::cross_entropy_sum", _sum_backward, setup_context=_sum_context
 )
+
+
+def _once(adjoint: Tensor) -> Tensor:
+    """The adjoint; under create_graph=True one that makes further use of a gradient an error."""
+    needless = adjoint.requires_grad or not torch.is_grad_enabled()
+    return adjoint if needless else adjoint.detach().requires_grad_()
 
 
 @torch.library.impl("cadenza::scaled_gradient", "CompositeExplicitAutograd")
@@ -233,6 +243,7 @@ def _rows_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _rows_backward(ctx: Any, adjoint: Tensor) -> tuple[Tensor | None, ...]:
+    adjoint = _once(adjoint)
     needed = X * ctx.needs_input_grad[0] + W * ctx.needs_input_grad[1]
     results = torch.ops.cadenza.cross_entropy_rows_backward(
         adjoint, *ctx.saved_tensors, ctx.call, ctx.rows, needed

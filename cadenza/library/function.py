@@ -22,7 +22,7 @@ from cadenza.core.ir import Graph
 from cadenza.core.ops import M
 from cadenza.core.trace import location
 from cadenza.library.autocast import autocast_dtype
-from cadenza.library.operands import as_matrix
+from cadenza.library.operands import as_matrix, checked_shapes
 from cadenza.library.operator import PROGRAMS
 from cadenza.library.specialize import Call, Specialization, Specializations
 
@@ -40,16 +40,19 @@ class Program:
     """
 
     def __init__(self, function: Function, shapes: Shapes = None) -> None:
+        self.parameters, self.defaults = _parameters(function)
         functools.update_wrapper(self, function)
         self.function = function
-        self.shapes = dict(shapes) if shapes else None
-        self.parameters, self.defaults = _parameters(function)
-        self._check_shapes()
+        self._name_operands()
+        self.shapes = checked_shapes(shapes, self.parameters, location(function))
         self.specializations = Specializations(self._traced(), function.__name__, self.shapes)
         self.key = _register(self)
 
     def __repr__(self) -> str:
         return f"<cadenza {type(self).__name__.lower()} {self.key}>"
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # as a function: copied to itself, pickled by its name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         backend = kwargs.pop("backend", None) if "backend" not in self.parameters else None
@@ -97,15 +100,8 @@ class Program:
         """The function of all operands that is traced."""
         return self.function
 
-    def _check_shapes(self) -> None:
-        unknown = [name for name in self.shapes or () if name not in self.parameters]
-        if unknown:
-            raise ProgramError(
-                f"shapes of {self.__name__}",
-                found=f"{unknown[0]!r}",
-                expected=f"names of parameters: {', '.join(self.parameters)}",
-                where=location(self.function),
-            )
+    def _name_operands(self) -> None:
+        """Makes `parameters` what a call takes."""
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments by parameter, in the order of the parameters."""
@@ -114,8 +110,8 @@ class Program:
         given = dict(zip(self.parameters, args, strict=False))
         for name, value in kwargs.items():
             if name not in self.parameters or name in given:
-                known = "twice" if name in given else "unknown"
-                raise self._wrong_call(f"{known} operand {name!r}")
+                known = name in given
+                raise self._wrong_call(f"operand {name!r} twice" if known else f"unknown {name!r}")
             given[name] = value
         bound = {}
         for name in self.parameters:
@@ -151,7 +147,9 @@ class Program:
                 )
         if not names:
             raise self._wrong_call("no tensor")
-        return names, [bound[n] for n in names], constants
+        # Through a set, because torch.compile makes a number that changed from call to call a
+        # symbol, and a symbol a constant again only where its hash is asked for.
+        return names, [bound[n] for n in names], tuple((n, *{v}) for n, v in constants)
 
 
 class Epilogue(Program):
@@ -165,6 +163,7 @@ class Epilogue(Program):
         if not own:
             raise ProgramError(
                 "an epilogue without an accumulator",
+                found=f"{function.__name__}()",
                 expected="a first parameter, for the product",
                 write=f"def {function.__name__}(acc, ...)",
                 where=location(function),
@@ -173,10 +172,9 @@ class Epilogue(Program):
         self.product = tuple(name if name not in taken else f"{name}_" for name in ("x", "w"))
         super().__init__(function, shapes)
 
-    def _check_shapes(self) -> None:
+    def _name_operands(self) -> None:
         self.accumulator, *rest = self.parameters
         self.parameters = (*self.product, *rest)
-        super()._check_shapes()
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         if len(args) > 2:
@@ -206,11 +204,19 @@ class Epilogue(Program):
 
 def _parameters(function: Function) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Names and defaults of a function's parameters. Raises ProgramError for *args, **kwargs."""
+    if not hasattr(function, "__code__"):
+        raise ProgramError(
+            "a program is made of a Python function",
+            found=f"{function!r:.60}",
+            expected="a function over cadenza.lang, written with def",
+            write="@cz.block, @cz.epilogue or @cz.block(shapes={...}) above a def",
+        )
     parameters = inspect.signature(function).parameters.values()
     for p in parameters:
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
             raise ProgramError(
-                f"parameter {p} of {function.__name__}",
+                f"parameters of {function.__name__} that can't be passed by name",
+                found=f"{p}, {p.kind.description}",
                 expected="parameters that can be passed by name",
                 write="each operand as a parameter of its own",
                 where=location(function),

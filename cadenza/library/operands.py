@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ast
 import math
+import operator
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from cadenza.core.ops import Dim, M
 from cadenza.core.trace import Operand, undecided
 
 Tensor = torch.Tensor
-SHAPE = "M D, 2*F D, M 1, 1 N: two sizes, each a number, a name, or a product of these"
+SIZE_PARTS = (ast.Name, ast.Load, ast.Constant, ast.BinOp, ast.Mult, ast.Add)
 
 
 class Operands(NamedTuple):
@@ -30,6 +32,40 @@ class Operands(NamedTuple):
     rows: Any
 
 
+def checked_shapes(shapes: Any, parameters: Sequence[str], where: str) -> dict[str, str] | None:
+    """The declared shapes. Raises ProgramError, naming the declaration, where they aren't any."""
+    if not shapes:
+        return None
+    known = isinstance(shapes, Mapping)
+    for name, text in shapes.items() if known else ():
+        if name not in parameters or not _is_shape(text):
+            found, known = f"{name!r}: {text!r}", False
+            break
+    if known:
+        return dict(shapes)
+    raise ProgramError(
+        "shapes that don't declare operands",
+        found=found if isinstance(shapes, Mapping) else repr(shapes),
+        expected=f"two sizes for some of {', '.join(parameters)}: numbers, names, their products",
+        write="shapes={'x': 'M D', 'w': '2*F D', 'rstd': 'M 1', 'bias': '1 N'}",
+        where=where,
+    )
+
+
+def _is_shape(text: object) -> bool:
+    tokens = text.split() if isinstance(text, str) else []
+    return len(tokens) == 2 and all(map(_is_size, tokens))
+
+
+def _is_size(token: str) -> bool:
+    try:
+        parts = list(ast.walk(ast.parse(token, mode="eval").body))
+    except SyntaxError:
+        return False
+    numbers = [p.value for p in parts if isinstance(p, ast.Constant)]
+    return all(isinstance(p, SIZE_PARTS) for p in parts) and all(type(n) is int for n in numbers)
+
+
 def describe(
     names: Sequence[str],
     tensors: Sequence[Tensor],
@@ -37,13 +73,13 @@ def describe(
     constants: Mapping[str, Any],
 ) -> Operands:
     """The operands of a call. Raises ProgramError where a tensor does not fit."""
-    leading = _leading(names, tensors, shapes)
+    first, leading = _leading(names, tensors, shapes)
     rows = math.prod(leading)
     found = []
     for name, tensor in zip(names, tensors, strict=True):
         declared = shapes.get(name) if shapes else None
         dims = _declared(name, tensor, declared, leading) if declared else None
-        pair = dims or _by_rank(name, tensor, leading, rows, first=tensor is tensors[0])
+        pair = dims or _by_rank(name, tensor, leading, rows, first=name == first)
         found.append(Operand(name, pair[0], int(pair[1]), str(tensor.dtype)[6:]))
     if shapes:
         _check_sizes(found, shapes, constants)
@@ -52,13 +88,18 @@ def describe(
 
 def _leading(
     names: Sequence[str], tensors: Sequence[Tensor], shapes: Mapping[str, str] | None
-) -> tuple[Any, ...]:
-    """The leading dimensions of the first operand that has M rows."""
+) -> tuple[str, tuple[Any, ...]]:
+    """The first operand that has M rows, and its leading dimensions.
+
+    One declared `M 1` may come as [...], without its column: it is asked last.
+    """
+    asked = []
     for name, tensor in zip(names, tensors, strict=True):
-        text = (shapes or {}).get(name)
-        if tensor.dim() > 0 and (text is None or text.split()[0] == M):
-            return tuple(tensor.shape[:-1])
-    return ()
+        rows, columns = (shapes or {}).get(name, "M ?").split()
+        if tensor.dim() > 0 and rows == M:
+            asked.append((columns == "1", name, tuple(tensor.shape)))
+    column, name, shape = min(asked, key=operator.itemgetter(0), default=(False, "", (1,)))
+    return name, shape if column and not _same(shape[-1], 1) else shape[:-1]
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -105,7 +146,7 @@ def _declared(
     name: str, tensor: Tensor, text: str, leading: tuple[Any, ...]
 ) -> tuple[Dim, Any] | None:
     """Rows and columns of an operand with a declared shape; sizes are checked later."""
-    rows, columns = _tokens(name, text)
+    rows, columns = text.split()
     shape = tuple(tensor.shape)
     if rows == M:
         if columns == "1" and _equal(shape, leading):
@@ -117,24 +158,17 @@ def _declared(
         raise ProgramError(
             f"operand {name} has the wrong rank",
             found=f"a shape {list(shape)}",
-            expected=f"[{text.replace(' ', ', ')}]",
+            expected=f"[{', '.join(text.split())}]",
             write=f"{name}.reshape(...) before the call",
         )
     return (1, *shape, 1)[-2:] if not shape else (1, *shape)[-2:]  # type: ignore[return-value]
-
-
-def _tokens(name: str, text: str) -> tuple[str, str]:
-    tokens = text.split()
-    if len(tokens) != 2:
-        raise ProgramError(f"shapes[{name!r}]", found=repr(text), expected=SHAPE)
-    return tokens[0], tokens[1]
 
 
 def _leading_mismatch(name: str, shape: tuple[Any, ...], leading: tuple[Any, ...]) -> ProgramError:
     return ProgramError(
         f"operand {name} has other leading dimensions than the first operand",
         found=f"{list(shape)}",
-        expected=f"[{', '.join(map(str, leading))}, columns]",
+        expected=f"[{', '.join(map(str, (*leading, 'columns')))}]",
         write=f"{name}.expand(...) or reshape it, so that every operand with M rows has the same",
     )
 
@@ -145,30 +179,27 @@ def _check_sizes(
     """Binds the names of declared sizes, then checks every declared size."""
     sizes = {k: v for k, v in constants.items() if isinstance(v, int)}
     pairs = [
-        (operand.name, token, actual)
+        (operand, token, actual)
         for operand in operands
         if operand.name in shapes
         for token, actual in zip(shapes[operand.name].split(), operand[1:3], strict=True)
         if token != M
     ]
-    for name, token, actual in sorted(pairs, key=lambda p: not p[1].isidentifier()):
-        expected = _evaluate(name, token, sizes, int(actual))
+    for operand, token, actual in sorted(pairs, key=lambda p: not p[1].isidentifier()):
+        expected = _evaluate(token, sizes, int(actual))
         if expected != actual:
-            known = ", ".join(f"{k}={v}" for k, v in sizes.items())
+            declared = f"[{', '.join(shapes[operand.name].split())}]"
             raise ProgramError(
-                f"operand {name} has the wrong size",
-                found=f"{token} is {actual}",
-                expected=f"{expected}, with {known}",
-                write=f"shapes {shapes[name]!r} for {name}, or another tensor",
+                f"operand {operand.name} has the wrong size",
+                found=f"[{operand.rows}, {operand.columns}]",
+                expected=declared if token.isdigit() else f"{declared} with {token} = {expected}",
+                write=f"another tensor for {operand.name}, or other shapes=",
             )
 
 
-def _evaluate(name: str, token: str, sizes: dict[str, int], actual: int) -> int:
+def _evaluate(token: str, sizes: dict[str, int], actual: int) -> int:
     """The value of a declared size; a name not yet bound takes the value that makes it true."""
-    try:
-        tree = ast.parse(token, mode="eval").body
-    except SyntaxError:
-        raise ProgramError(f"shapes[{name!r}]", found=repr(token), expected=SHAPE) from None
+    tree = _parsed(token)
     unknown = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id not in sizes]
     if not unknown:
         return _value(tree, sizes)
@@ -177,19 +208,18 @@ def _evaluate(name: str, token: str, sizes: dict[str, int], actual: int) -> int:
     return _value(tree, sizes | {u: sizes.get(u, 1) for u in unknown})
 
 
+@lru_cache(maxsize=1024)
+def _parsed(token: str) -> ast.expr:
+    return ast.parse(token, mode="eval").body
+
+
 def _value(tree: ast.expr, sizes: Mapping[str, int]) -> int:
-    match tree:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.Name(id=name):
-            return sizes[name]
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return _value(left, sizes) * _value(right, sizes)
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _value(left, sizes) + _value(right, sizes)
-    raise ProgramError("shapes", found=ast.unparse(tree), expected=SHAPE)
+    if isinstance(tree, ast.BinOp):
+        left, right = _value(tree.left, sizes), _value(tree.right, sizes)
+        return left * right if isinstance(tree.op, ast.Mult) else left + right
+    return sizes[tree.id] if isinstance(tree, ast.Name) else int(ast.literal_eval(tree))
 
 
 def as_matrix(tensor: Tensor, rows: Any, columns: int) -> Tensor:
     """The tensor as the 2-D operand that the program knows."""
-    return tensor if tensor.dim() == 2 else tensor.reshape(rows, columns)
+    return tensor if tensor.shape == (rows, columns) else tensor.reshape(rows, columns)

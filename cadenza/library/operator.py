@@ -15,7 +15,7 @@ from cadenza.core.ir import Graph
 from cadenza.core.ops import M
 from cadenza.library.autocast import without_autocast
 from cadenza.library.operands import Operands, as_matrix
-from cadenza.library.specialize import BY_DIGEST, Specialization, Specializations
+from cadenza.library.specialize import BY_DIGEST, Call, Specialization, Specializations
 
 Tensor = torch.Tensor
 PROGRAMS: dict[str, Specializations] = {}
@@ -38,6 +38,14 @@ def _check_devices(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
                 expected="one device",
                 write=f"{name}.to({names[0]}.device)",
             )
+
+
+def _find(
+    program: str, tensors: Sequence[Tensor], call: str, needed: int
+) -> tuple[Specialization, Operands]:
+    """What to run for a call, and its operands. Raises ProgramError where a tensor does not fit."""
+    _check_devices(Call.decode(call).names, tensors)
+    return PROGRAMS[program].find(tensors, call, needed)
 
 
 def _matrices(tensors: Sequence[Tensor], operands: Operands, graph: Graph) -> list[Tensor]:
@@ -65,8 +73,7 @@ def _output_shapes(
 @torch.library.impl("cadenza::run", "CompositeExplicitAutograd")
 def run(program: str, tensors: list[Tensor], call: str, needed: int) -> list[Tensor]:
     """The outputs of a program and what is saved for the gradients in the mask `needed`."""
-    specialization, operands = PROGRAMS[program].find(tensors, call, needed)
-    _check_devices([o.name for o in operands.operands], tensors)
+    specialization, operands = _find(program, tensors, call, needed)
     with without_autocast(tensors[0]), torch.no_grad():
         matrices = _matrices(tensors, operands, specialization.pair.forward)
         results = specialization.forward(matrices, operands.rows)
@@ -78,7 +85,7 @@ def run(program: str, tensors: list[Tensor], call: str, needed: int) -> list[Ten
 
 @torch.library.register_fake("cadenza::run")
 def _(program: str, tensors: list[Tensor], call: str, needed: int) -> list[Tensor]:
-    specialization, operands = PROGRAMS[program].find(tensors, call, needed)
+    specialization, operands = _find(program, tensors, call, needed)
     shapes = _output_shapes(specialization, operands)
     return [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
@@ -116,13 +123,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     program, tensors, call, needed = inputs
     specialization, operands = PROGRAMS[program].find(tensors, call, needed)
     pair = specialization.pair
+    ctx.set_materialize_grads(False)  # else autograd makes zeros as large as all that is saved
     ctx.specialization, ctx.rows = specialization, operands.rows
     ctx.names = [o.name for o in operands.operands]
     ctx.shapes = {o.name: t.shape for o, t in zip(operands.operands, tensors, strict=True)}
     ctx.outputs = {p: (output[p].shape, output[p].dtype, output[p].device) for p in pair.adjoints}
-    ctx.mark_non_differentiable(
-        *(o for p, o in enumerate(output) if p not in pair.differentiable)
-    )
+    ctx.mark_non_differentiable(*(o for p, o in enumerate(output) if p not in pair.differentiable))
     named = dict(zip(ctx.names, tensors, strict=True))
     ctx.save_for_backward(*(output[v] if isinstance(v, int) else named[v] for v in pair.values))
 
@@ -138,6 +144,8 @@ def _backward(
         shape, dtype, device = ctx.outputs[position]
         zeros = given is None
         adjoints.append(torch.zeros(shape, dtype=dtype, device=device) if zeros else given)
+    if torch.is_grad_enabled():  # create_graph=True: using a gradient further must meet the error
+        adjoints = [a if a.requires_grad else a.detach().requires_grad_() for a in adjoints]
     results = torch.ops.cadenza.run_backward(
         ctx.specialization.digest, list(ctx.saved_tensors), adjoints, ctx.rows
     )
@@ -146,12 +154,18 @@ def _backward(
     return None, by_operand, None, None
 
 
-def _no_double_backward(ctx: Any, *gradients: Any) -> None:
+def _setup_double_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.name = BY_DIGEST[inputs[0]].pair.program.name
+
+
+def _double_backward(ctx: Any, *gradients: Any) -> None:
     raise CadenzaError(
-        "a program can be differentiated once: its backward has no derivative of its own\n"
-        "  write:    program.plain(...) where a second derivative is needed"
+        f"{ctx.name} can be differentiated once: its backward has no derivative of its own\n"
+        f"  write:    {ctx.name}.plain(...) where a second derivative is needed"
     )
 
 
 torch.library.register_autograd("cadenza::run", _backward, setup_context=_setup_context)
-torch.library.register_autograd("cadenza::run_backward", _no_double_backward)
+torch.library.register_autograd(
+    "cadenza::run_backward", _double_backward, setup_context=_setup_double_backward
+)

@@ -58,7 +58,8 @@ def answer(request: Request) -> None:
     Path(request.result).write_text(json.dumps(result))
 
 
-def _trainer(part: str, settings: Settings) -> Trainer:
+def trainer_of(part: str, settings: Settings) -> Trainer:
+    """A contender before its first step, on the batches that all contenders see."""
     model = build_model(MODEL_OF[part], settings)
     if part == PERTURBED:
         perturb(model, derived_seed("perturb", settings.seed))
@@ -81,7 +82,7 @@ def _next(weight: Tensor, up: Tensor) -> Tensor:
 
 def _trained(request: Request) -> dict[str, Any]:
     settings = request.settings
-    trainer = _trainer(request.part, settings)
+    trainer = trainer_of(request.part, settings)
     memory = PeakMemory(device_named(settings.device))
     show = progress(request.part, 0, request.steps, settings.batch * settings.context)
     with show:
@@ -96,7 +97,7 @@ def _trained(request: Request) -> dict[str, Any]:
 
 def _timed(request: Request) -> dict[str, float]:
     """Both models step by step in turn, so that the machine's moods fall on both alike."""
-    trainers = {part: _trainer(part, request.settings) for part in (OURS, STOCK)}
+    trainers = {part: trainer_of(part, request.settings) for part in (OURS, STOCK)}
     seconds: dict[str, list[float]] = {part: [] for part in trainers}
     for _ in range(TIMED_ROUNDS):
         for part, trainer in trainers.items():

@@ -6,7 +6,6 @@ must agree with them. Importing this file loads no torch, so that `--help` stays
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +63,8 @@ class Settings:
         self.config()
         if self.batch < 1:
             raise Fault(f"batch is {self.batch}, not a positive whole number: choose 1 or more")
-        if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
-            raise Fault(f"learning_rate is {self.learning_rate}: choose a number above 0, as 3e-4")
+        if not 0 < self.learning_rate <= 1:
+            raise Fault(f"learning_rate is {self.learning_rate}: choose one up to 1, as 3e-4")
         if self.dtype not in DTYPES:
             raise Fault(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
 

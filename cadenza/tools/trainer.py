@@ -82,11 +82,7 @@ class Trainer:
         """One update; its mean cross-entropy before it, in nats. Raises Fault unless finite."""
         shape = self.settings.batch, self.settings.context
         loss = self._loss(self.corpus.batch(self.settings.seed, self.step, *shape))
-        value = loss.item()
-        if not math.isfinite(value):
-            raise Fault(
-                f"the loss is {value} at step {self.step + 1}: choose a smaller --learning-rate"
-            )
+        value = self._finite(loss.item())
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
@@ -96,11 +92,19 @@ class Trainer:
     @enough_memory()
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean cross-entropy in nats over the held-out windows, noted for the present step."""
+        """Mean cross-entropy in nats over the held-out windows, noted for the present step.
+
+        Raises Fault unless finite.
+        """
         windows = self.corpus.validation(self.settings.context)
         sums = [self._loss(part).item() * len(part) for part in windows.split(self.settings.batch)]
-        self.validation[self.step] = math.fsum(sums) / len(windows)
+        self.validation[self.step] = self._finite(math.fsum(sums) / len(windows))
         return self.validation[self.step]
+
+    def _finite(self, loss: float) -> float:
+        if math.isfinite(loss):
+            return loss
+        raise Fault(f"the loss is {loss} after {self.step} steps: choose a smaller --learning-rate")
 
     def _loss(self, windows: Tensor) -> Tensor:
         windows = windows.to(self.settings.device)

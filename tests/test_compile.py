@@ -1,0 +1,306 @@
+"""Programs under torch.compile(fullgraph=True), forward and backward.
+
+One operation a program in the captured graph, the results of eager mode bit by bit, no compilation
+anew when the number of rows changes, and always one when a constant does.
+"""
+
+import pytest
+import torch
+from citizens import CASES, RUN, RUN_BACKWARD, K, N, gradients, mlp, same, summary, tensor, values
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from cadenza import block, epilogue
+from cadenza import lang as L
+
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """Nothing compiled by one test is known to the next."""
+    torch._dynamo.reset()
+
+
+def compiled(function, backend="aot_eager", **options):
+    """The compiled function, and the counter of its compilations."""
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(function, backend=counter, fullgraph=True, **options), counter
+
+
+def agrees(function, reference, operands) -> None:
+    """A compiled function gives the bits of its eager form, and so do its gradients."""
+    found, expected = function(operands), reference(operands)
+    assert type(found) is type(expected)
+    assert same(found, expected)
+    needing = [o for o in operands.values() if o.requires_grad]
+    assert [v.requires_grad for v in values(found)] == [v.requires_grad for v in values(expected)]
+    if needing:
+        assert same(gradients(found, operands), gradients(expected, operands))
+
+
+# --- what is captured -----------------------------------------------------------------------------
+
+
+@each_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_results_and_gradients_are_those_of_eager_mode(case, dtype):
+    function, counter = compiled(case.call)
+    agrees(function, case.call, case.operands((3, 5), dtype=dtype))
+    assert counter.frame_count == 1
+
+
+@each_case
+def test_a_program_is_one_operation_in_every_graph(case):
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append([n.target for n in graph.graph.nodes if n.op == "call_function"])
+        return make_boxed_func(graph)
+
+    function, counter = compiled(case.call, aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    operands = case.operands((3, 5))
+    gradients(function(operands), operands)
+    captured = [n.target for n in counter.graphs[0].graph.nodes if n.op == "call_function"]
+    assert [str(t) for t in captured if "cadenza" in str(t)] == ["cadenza.run"]
+    assert {t.__name__ for t in captured} == {"run", "getitem"}
+    forward, backward = ([t for t in g if "cadenza" in str(t)] for g in graphs)
+    assert (forward, backward) == ([RUN], [RUN_BACKWARD])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_saved(mode):
+    function, counter = compiled(CASES["tuple"].call)
+    operands = CASES["tuple"].operands((3, 5))
+    with mode():
+        found, expected = function(operands), mlp(**operands)
+    assert same(found, expected)
+    assert not any(v.requires_grad for v in found)
+    run = next(n for n in counter.graphs[0].graph.nodes if "cadenza" in str(n.target))
+    assert run.args[-1] == 0
+    agrees(function, CASES["tuple"].call, operands)
+
+
+def test_a_context_without_gradients_inside_of_the_function():
+    def function(operands):
+        with torch.no_grad():
+            y, _ = mlp(**operands)
+        return mlp(**operands | {"x": y})
+
+    operands = CASES["tuple"].operands((4,))
+    found = compiled(function)[0](operands)
+    needed = {n: o for n, o in operands.items() if n != "x"}
+    assert same(gradients(found, needed), gradients(function(operands), needed))
+
+
+def test_frozen_weights_and_their_thaw():
+    function, counter = compiled(CASES["tuple"].call)
+    for frozen in ((), ("w_in",), ("x", "w_in", "bias")):
+        operands = CASES["tuple"].operands((4,))
+        for name in frozen:
+            operands[name].requires_grad_(False)
+        agrees(function, CASES["tuple"].call, operands)
+    assert counter.frame_count == 3
+
+
+def test_programs_one_after_another_in_modules():
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = torch.nn.Linear(K, N), torch.nn.Linear(N, K, bias=False)
+            self.program = mlp
+
+        def forward(self, x):
+            return self.program(x, self.inner.weight, self.inner.bias, self.outer.weight)[0]
+
+    model, x = torch.nn.Sequential(Block(), Block()), tensor(3, K)
+    operands = {"x": x} | dict(model.named_parameters())
+    found, counter = compiled(model)
+    assert same(gradients(found(x), operands), gradients(model(x), operands))
+    nodes = counter.graphs[0].graph.nodes
+    assert sum("cadenza" in str(n.target) for n in nodes) == 2
+
+
+def test_activation_checkpointing_inside_of_compiled_code():
+    def function(operands):
+        return torch.utils.checkpoint.checkpoint(
+            lambda: CASES["tuple"].call(operands), use_reentrant=False
+        )
+
+    agrees(compiled(function)[0], CASES["tuple"].call, CASES["tuple"].operands((4,)))
+
+
+# --- the number of rows ---------------------------------------------------------------------------
+
+
+@each_case
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+def test_a_new_number_of_rows_compiles_once_more_and_never_again(case, grad):
+    function, counter = compiled(case.call)
+    for rows in (5, 3, K, N, 2 * N, K * N, 64):
+        agrees(function, case.call, case.operands((rows,), grad=grad))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("first", [K, N])
+def test_the_first_number_of_rows_may_equal_a_weights_size(first):
+    case = CASES["tuple"]
+    function, counter = compiled(case.call)
+    for rows in (first, 5, K, N, 7):
+        agrees(function, case.call, case.operands((rows,)))
+    assert counter.frame_count == 2
+
+
+def test_batch_and_sequence_may_both_change():
+    case = CASES["tuple"]
+    function, counter = compiled(case.call)
+    for lead in ((2, 3), (4, 3), (4, 5), (3, 7), (N, K), (K, 2), (3, 4)):
+        agrees(function, case.call, case.operands(lead))
+    assert counter.frame_count == 3  # neither, one, both
+
+
+@pytest.mark.parametrize("first", [5, K, N])
+def test_a_dimension_marked_dynamic_compiles_once(first):
+    for case in CASES.values():
+        torch._dynamo.reset()
+        function, counter = compiled(case.call)
+        for rows in (first, 3, K, N, 31):
+            operands = case.operands((rows,))
+            for name in ("x", "rstd", "index"):
+                if name in operands:
+                    torch._dynamo.mark_dynamic(operands[name], 0)
+            agrees(function, case.call, operands)
+        assert counter.frame_count == 1
+
+
+def test_everything_dynamic_from_the_start():
+    case = CASES["epilogue"]
+    function, counter = compiled(case.call, dynamic=True)
+    for rows in (5, 3, 4, 31):
+        agrees(function, case.call, case.operands((rows,)))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_no_row_and_one_row(rows):
+    function, counter = compiled(CASES["tuple"].call)
+    for count in (4, 5, rows, 6, rows):
+        agrees(function, CASES["tuple"].call, CASES["tuple"].operands((count,)))
+    assert counter.frame_count <= 3  # torch takes sizes 0 and 1 for constants
+
+
+# --- constants ------------------------------------------------------------------------------------
+
+
+@block
+def scaled(x, factor=1.0, offset=0, kind="silu", double=False, nothing=None):
+    y = (L.silu(x) if kind == "silu" else L.tanh(x)) * factor + offset
+    return (y + y if double else y) if nothing is None else y * nothing
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("factor", [1.0, 2.0, 3.0, 4.0, 1.0, 0.1]),
+        ("factor", [0.0, -0.0, float("inf"), 1e-300]),
+        ("offset", [0, 1, 2, 3, 0]),
+        ("factor", [1, 1.0, True, 2, 2.5]),
+        ("kind", ["silu", "tanh", "silu"]),
+        ("double", [True, False, True]),
+        ("nothing", [None, 2.0, None]),
+    ],
+    ids=lambda v: v if isinstance(v, str) else None,
+)
+def test_another_constant_is_compiled_and_right(name, choices):
+    def function(operands, constant):
+        return scaled(operands["x"], **{name: constant})
+
+    found, counter = compiled(function)
+    x = tensor(3, K)
+    for choice in choices:
+        agrees(lambda o, c=choice: found(o, c), lambda o, c=choice: function(o, c), {"x": x})
+    assert counter.frame_count == len({(type(c), c) for c in choices})
+
+
+def test_a_constant_computed_from_sizes_of_weights():
+    def function(operands):
+        return scaled(operands["x"], factor=1.0 / operands["x"].shape[-1] ** 0.5)
+
+    found, counter = compiled(function)
+    for rows in (3, 5, 7):
+        agrees(found, function, {"x": tensor(rows, K)})
+    assert counter.frame_count == 2
+
+
+# --- programs of one name -------------------------------------------------------------------------
+
+
+def power(exponent):
+    """A program over a closure; all that this makes have one name."""
+
+    @block
+    def raised(x):
+        return x**exponent
+
+    return raised
+
+
+def test_closures_make_different_programs():
+    square, cube, again = power(2), power(3), power(2)
+    x = tensor(3, K)
+    functions = [compiled(lambda o, p=p: p(o["x"]))[0] for p in (square, cube, again)]
+    for function, exponent in zip(functions, (2, 3, 2), strict=True):
+        assert torch.allclose(function({"x": x}), x**exponent)
+
+    def both(operands):
+        return square(operands["x"]) + cube(operands["x"]) + again(operands["x"])
+
+    agrees(compiled(both)[0], both, {"x": x})
+
+
+def test_closures_over_functions_make_different_programs():
+    def activated(function):
+        @epilogue
+        def result(acc):
+            return function(acc)
+
+        return result
+
+    silu, tanh = activated(L.silu), activated(L.tanh)
+    operands = {"x": tensor(3, K), "w": tensor(N, K)}
+
+    def both(operands):
+        return silu(operands["x"], operands["w"]), tanh(operands["x"], operands["w"])
+
+    agrees(compiled(both)[0], both, operands)
+    product = operands["x"] @ operands["w"].T
+    assert torch.allclose(both(operands)[1], product.tanh(), atol=1e-6)
+
+
+# --- export ---------------------------------------------------------------------------------------
+
+
+class Exported(torch.nn.Module):
+    """A layer to export."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(N, K))
+
+    def forward(self, x, index):
+        return summary(x, self.weight, index)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_keeps_the_operation_and_any_number_of_rows(strict):
+    module = Exported()
+    arguments = tensor(5, K, grad=False), torch.randint(N, (5,))
+    rows = torch.export.Dim("rows")
+    exported = torch.export.export(
+        module, arguments, dynamic_shapes=({0: rows}, {0: rows}), strict=strict
+    )
+    assert [n.target for n in exported.graph.nodes if "cadenza" in str(n.target)] == [RUN]
+    for count in (5, 3, N):
+        x, index = tensor(count, K, grad=False), torch.randint(N, (count,))
+        assert same(exported.module()(x, index), module(x, index))
