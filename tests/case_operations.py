@@ -148,6 +148,25 @@ REDUCTIONS = [
     case("row_max", L.row_max, lambda x: x.amax(1, keepdim=True)),
     case("row_variance", L.row_variance, lambda x: (x**2).mean(1, True) - x.mean(1, True) ** 2),
     case("logsumexp", lambda x: L.logsumexp(x), lambda x: torch.logsumexp(x, 1, keepdim=True)),
+    case(
+        "logsumexp after a shift",
+        lambda x, c: L.logsumexp(x, c),
+        lambda x, c: x.logsumexp(1, keepdim=True) - c,
+        c="M 1",
+    ),
+    case(
+        "logsumexp after a shift of all",
+        lambda x, c: L.logsumexp(x, c),
+        lambda x, c: x.logsumexp(1, keepdim=True) - c,
+        c="1 1",
+    ),
+    case(
+        "logsumexp of a shifted row",
+        lambda x, r, c: x + L.logsumexp(r, c),
+        lambda x, r, c: x + r.logsumexp(1, keepdim=True) - c,
+        r="1 5",
+        c="M 1",
+    ),
     case("column_sum", L.column_sum, lambda x: x.new_ones(1, len(x)) @ x),
     case("column_max", L.column_max, largest_of_columns),
     case(

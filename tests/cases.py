@@ -60,6 +60,10 @@ def tensor(text: str, rows: int, dtype: torch.dtype) -> Tensor:
             return (torch.rand(shape, dtype=dtype) * 1.5 + 0.5) * torch.randn(shape).sign().to(
                 dtype
             )
+        case ["unit"]:
+            return 2 * torch.rand(shape, dtype=dtype) - 1
+        case ["whole"]:
+            return torch.randint(-3, 4, shape).to(dtype)
         case ["index", limit]:
             return torch.randint(int(limit), shape)
         case ["mask"]:

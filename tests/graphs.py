@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cadenza.backends.reference import Executable
+from cadenza.core import lang as L
 from cadenza.core.ir import Graph, Node
 from cadenza.core.ops import INTEGER, M, Op
 from cadenza.core.pipeline import Pair, compile_program
@@ -44,8 +45,6 @@ def pair(function: Callable[..., Any], *operands: str, needed: Sequence[str] = (
 def llama_block(x, y, wo, norm, w_gate_up, w_down, next_norm, w_qkv, cos, sin, *,
                 head_dim, heads, eps=1e-5):  # fmt: skip
     """One Llama block, as its author writes it."""
-    from cadenza import lang as L
-
     x = x + L.linear(y, wo)
     x = x + L.linear(L.swiglu(L.linear(L.rms_norm(x, norm, eps), w_gate_up)), w_down)
     qkv = L.linear(L.rms_norm(x, next_norm, eps), w_qkv)

@@ -233,8 +233,13 @@ def public_docstrings(path: str, source: str) -> list[str]:
         f"{path}:{node.lineno}: {node.name} has no docstring"
         for node in ast.parse(source).body
         if isinstance(node, Function | ast.ClassDef)
-        if not node.name.startswith("_") and not ast.get_docstring(node)
+        if not node.name.startswith("_") and not ast.get_docstring(node) and not overloaded(node)
     ]
+
+
+def overloaded(node: Function | ast.ClassDef) -> bool:
+    """Whether this is one signature of a function whose docstring stands at its body."""
+    return any(isinstance(d, ast.Name) and d.id == "overload" for d in node.decorator_list)
 
 
 def foreign_text(path: str, source: str) -> list[str]:

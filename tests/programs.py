@@ -190,7 +190,7 @@ def check_rounding(program: Program, expected: Function, dtype: torch.dtype) -> 
     """
     x, y, w = (torch.randn(rows, 6, dtype=dtype) for rows in (127, 127, 4))
     compute = torch.promote_types(dtype, torch.float32)
-    result = expected(*(v.to(compute) for v in (x, y, w)), dtype).to(dtype)
-    actual = program(x, y, w)
-    assert actual.dtype == dtype, actual.dtype
+    actual, plain = program(x, y, w), program.plain(x, y, w)
+    assert actual.dtype == plain.dtype, f"{actual.dtype}, not {plain.dtype}"
+    result = expected(*(v.to(compute) for v in (x, y, w)), dtype).to(plain.dtype)
     assert torch.equal(actual, result), f"{(actual != result).sum()} of {result.numel()} differ"

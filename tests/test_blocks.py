@@ -7,9 +7,10 @@ own at that dtype, for every output and gradient.
 import pytest
 import torch
 from block_operands import FROZEN, OPERANDS, cast, operands
-from cadenza.library.blocks import BUILT_IN
 from programs import assert_close, check_program, gradients_of, labelled
 from torch.nn import functional as F
+
+from cadenza.library.blocks import BUILT_IN
 
 NAMES = sorted(BUILT_IN)
 

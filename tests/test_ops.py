@@ -147,7 +147,8 @@ ACCEPTED = [
     (Op.COLUMN_INDEX, (), {"rows": 1, "columns": 6}, Type(1, 6, INTEGER)),
     (Op.ROW_INDEX, (), {"rows": "M", "columns": 1}, INDEX),
     (Op.RANDOM, (Type(1, 1, INTEGER),), {"rows": "M", "columns": 6}, X),
-    *[(op, pair, {}, X) for op in BINARY for pair in ((X, X), (X, ROW), (COLUMN, X), (COLUMN, ROW))],
+    *[(op, pair, {}, X) for op in BINARY
+      for pair in ((X, X), (X, ROW), (COLUMN, X), (COLUMN, ROW))],
     *[(op, (SCALAR, COLUMN), {}, COLUMN) for op in BINARY],
     *[(op, (v,), {}, v) for op in UNARY for v in (X, COLUMN, ROW, SCALAR, WEIGHT)],
     (Op.ADD, (INDEX, X), {}, X),
@@ -166,6 +167,7 @@ ACCEPTED = [
     (Op.REPEAT, (X,), {"times": 2}, Type("M", 12)),
     (Op.TILE, (ROW,), {"times": 3}, Type(1, 18)),
     *[(op, (X,), {}, COLUMN) for op in (Op.ROW_SUM, Op.ROW_MAX, Op.ROW_VARIANCE)],
+    *[(Op.LOGSUMEXP, (X, shift), {}, COLUMN) for shift in (COLUMN, SCALAR)],
     *[(op, (X,), {}, ROW) for op in (Op.COLUMN_SUM, Op.COLUMN_MAX)],
     *[(op, (X,), {"size": 3}, Type("M", 2)) for op in (Op.GROUP_SUM, Op.GROUP_MAX)],
     (Op.TRANSPOSE, (ROW,), {}, Type(6, 1)),
@@ -205,6 +207,8 @@ REFUSED = [
       for op in (Op.REPEAT, Op.TILE) for n in (0, -1, 1.5, None)],
     *[(op, (X,), {"size": n}, f"groups of {n!r}")
       for op in (Op.GROUP_SUM, Op.GROUP_MAX) for n in (0, 4, 12, -2, 1.5)],
+    (Op.LOGSUMEXP, (X, ROW), {}, "[1, 6]"),
+    (Op.LOGSUMEXP, (X, Type(3, 1)), {}, "M and 3"),
     (Op.TRANSPOSE, (X,), {}, "a matrix [M, 6]"),
     (Op.TRANSPOSE, (COLUMN,), {}, "size M"),
     (Op.MATMUL, (X, WEIGHT), PLAIN_PRODUCT, "[M, 6] @ [4, 6]"),

@@ -20,7 +20,8 @@ from cadenza.core.ops import BOOLEAN, REAL, Op
 from cadenza.core.storage import compute_dtype, storage_dtypes
 
 Tensor = torch.Tensor
-NUMBERS = (Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.MAXIMUM, Op.MINIMUM, Op.COMPARE, Op.WHERE)
+NUMBERS = (Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.MAXIMUM, Op.MINIMUM, Op.COMPARE, Op.WHERE,
+           Op.LOGSUMEXP)  # fmt: skip
 RELATIONS = {"<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne}
 
 
@@ -69,8 +70,7 @@ def _extremum(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """torch.maximum and minimum take no numbers."""
 
     def extremum(a: Any, b: Any) -> Tensor:
-        like = a if isinstance(a, Tensor) else b
-        return function(*(torch.as_tensor(v, dtype=like.dtype, device=like.device) if not isinstance(v, Tensor) else v for v in (a, b)))  # fmt: skip
+        return function(*(v if isinstance(v, Tensor) else _like((a, b), v) for v in (a, b)))
 
     return extremum
 
@@ -151,7 +151,9 @@ PLAIN: dict[Op, Callable[..., Any]] = MEANING | {
 def evaluate(op: Op, values: Sequence[Any], attributes: dict[str, Any]) -> Any:
     """One operation on tensors with torch's own dtypes: what `lang` does outside of a trace."""
     if op not in NUMBERS:
-        values = [v if isinstance(v, Tensor) or op is Op.RANDOM else _like(values, v) for v in values]
+        values = [
+            v if isinstance(v, Tensor) or op is Op.RANDOM else _like(values, v) for v in values
+        ]
     return PLAIN[op](*values, **attributes)
 
 
@@ -190,7 +192,9 @@ class Executable:
         widen = [self._widens(node, i) for i in inputs]
 
         def step(values: dict[Node, Any], rows: int) -> Any:
-            arguments = [values[i].to(w) if w else values[i] for i, w in zip(inputs, widen, strict=True)]
+            arguments = [
+                values[i].to(w) if w else values[i] for i, w in zip(inputs, widen, strict=True)
+            ]
             result = function(*arguments, **attributes)
             return result if rounded is None else result.to(rounded).to(self.compute)
 

@@ -137,7 +137,9 @@ def _join(a: Type, b: Type, inner: int) -> Type:
 
 def _columns(x: Type, start: int, stop: int) -> Type:
     columns = _known(x.columns, "columns")
-    _require(0 <= start < stop <= columns, f"range {start}:{stop}", f"a range within 0:{columns}")
+    whole = isinstance(start, int) and isinstance(stop, int)
+    fits = whole and 0 <= start < stop <= columns
+    _require(fits, f"range {start}:{stop}", f"a range within 0:{columns}")
     return Type(x.rows, stop - start)
 
 

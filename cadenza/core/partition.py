@@ -41,9 +41,7 @@ def minimum_cut(roots: Iterable[Node], weight: Weight, sources: Sources) -> list
     return sorted(kept, key=lambda n: n.id)
 
 
-def _connect(
-    network: Any, node: Node, price: float, sources: Iterable[Node] | None
-) -> list[Node]:
+def _connect(network: Any, node: Node, price: float, sources: Iterable[Node] | None) -> list[Node]:
     """Adds a value and what it is computed from; edges run from origin to use."""
     capacity = {} if math.isinf(price) else {"capacity": price + (1 if price else 0)}
     network.add_edge((node.id, "out"), (node.id, "in"), **capacity)

@@ -8,7 +8,7 @@ from typing import Any
 
 from cadenza.core.cost import bytes_of
 from cadenza.core.ir import Graph, Node, topological, verify
-from cadenza.core.ops import REAL, Op
+from cadenza.core.ops import BOOLEAN, REAL, Op
 from cadenza.core.partition import minimum_cut
 from cadenza.core.rules import simplify
 from cadenza.core.storage import compute_dtype, storage_dtypes
@@ -22,10 +22,10 @@ LEAVES = (Op.INPUT, Op.CONSTANT, Op.COLUMN_INDEX, Op.ROW_INDEX)
 class Pair:
     """A program ready for a back end.
 
-    `program` is what the author wrote; `forward` returns its outputs, then what it saves. `backward` takes `values`, each
-    an input by name or an output of forward by position, then the adjoints of the outputs at the
-    positions `adjoints`; it returns the gradients of the inputs called `gradients`. Gradients
-    come through the outputs at the positions `differentiable`.
+    `program` is what the author wrote; `forward` returns its outputs, then what it saves.
+    `backward` takes `values`, each an input by name or an output of forward by position, then the
+    adjoints of the outputs at the positions `adjoints`; it returns the gradients of the inputs
+    called `gradients`. Gradients come through the outputs at the positions `differentiable`.
     """
 
     program: Graph
@@ -117,6 +117,7 @@ def _gradients(
 
 
 def _new_input(like: Node, name: str, dtype: str) -> Node:
+    dtype = "bool" if like.type.kind == BOOLEAN else dtype
     attributes = {"name": name, "dtype": dtype, "kind": like.type.kind}
     shape = {"rows": like.type.rows, "columns": like.type.columns}
     return like.builder.make(Op.INPUT, (), attributes | shape)
@@ -147,7 +148,9 @@ def save(graph: Graph, joint: Graph, adjoints: set[Node]) -> list[Node]:
     def weight(node: Node) -> float:
         if node.op in LEAVES or node in outputs:
             return 0
-        return bytes_of(node.type, stored[node]) if node in forward else float("inf")
+        if node not in forward:
+            return float("inf")
+        return bytes_of(node.type, "bool" if node.type.kind == BOOLEAN else stored[node])
 
     def sources(node: Node) -> tuple[Node, ...] | None:
         if node.op in LEAVES or node in outputs:
@@ -179,9 +182,7 @@ def _also_return(graph: Graph, saved: list[Node]) -> Graph:
     )
 
 
-def _from_saved(
-    joint: Graph, forward: Graph, graph: Graph
-) -> tuple[Graph, tuple[str | int, ...]]:
+def _from_saved(joint: Graph, forward: Graph, graph: Graph) -> tuple[Graph, tuple[str | int, ...]]:
     """Backward as a program of its own, and where its values come from.
 
     Saved values and outputs become inputs, so no other work of forward is left in it.

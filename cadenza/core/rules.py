@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from itertools import pairwise
 
 from cadenza.core.ir import Graph, Node
 from cadenza.core.ops import Op
@@ -90,6 +91,8 @@ def sum_of_concats(node: Node) -> Node | None:
     """concat(a, b) + concat(c, d) = concat(a + c, b + d), where cuts fall within zeros."""
     if node.op is not Op.ADD or any(i.op is not Op.CONCAT for i in node.inputs):
         return None
+    if node.inputs[0].type.columns != node.inputs[1].type.columns:
+        return None
     cuts = sorted({cut for i in node.inputs for cut in _cuts(i)})
     pieces = [_pieces(i, cuts) for i in node.inputs]
     if None in pieces:
@@ -115,7 +118,7 @@ def _pieces(concat: Node, cuts: list[int]) -> list[Node] | None:
         inside = [start, *(c for c in cuts if start < c < stop), stop]
         if len(inside) > 2 and part.op is not Op.CONSTANT:
             return None
-        widths = [b - a for a, b in zip(inside, inside[1:], strict=False)]
+        widths = [b - a for a, b in pairwise(inside)]
         pieces += [part] if len(widths) == 1 else [_narrow(part, width) for width in widths]
         start = stop
     return pieces
@@ -135,7 +138,7 @@ SIMPLIFY: dict[str, Rule] = {
     "x / 1 = x": equation(lambda x: (x / 1.0, x)),
     "x ** 1 = x": equation(lambda x: (x**1, x)),
     "x ** 0 = 1": one_to_the_power,
-    "-(-x) = x": equation(lambda x: (-(-x), x)),
+    "-(-x) = x": equation(lambda x: (Pattern(Op.NEG, -x), x)),
     "x + (-y) = x - y": equation(lambda x, y: (x + (-y), x - y)),
     "(-x) + y = y - x": equation(lambda x, y: ((-x) + y, y - x)),
     "x - (-y) = x + y": equation(lambda x, y: (x - (-y), x + y)),

@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
+from unicodedata import normalize
 
 from cadenza.core.ir import Graph, Node
 from cadenza.core.ops import Op
@@ -102,7 +103,7 @@ class _Printer:
 
     def _fresh(self, node: Node) -> str:
         stem = "acc" if node.op is Op.MATMUL else "v"
-        name = self.graph.names.get(node, "")
+        name = normalize("NFKC", self.graph.names.get(node, ""))  # as Python reads names
         while not name or name in self.taken:
             stem = self.graph.names.get(node, stem)
             self.serial[stem] += 1

@@ -54,6 +54,11 @@ def _zeros(like: Node, columns: int) -> Value:
     return like.builder.constant(0.0, 1, columns)
 
 
+def _power(g: Value, y: Node, x: Node) -> Value:
+    n = y.attributes["exponent"]
+    return g * (n * x ** (n - 1))
+
+
 def _cast_back(g: Value, y: Node, x: Node) -> Value:
     """As torch's `to`: the adjoint has the dtype of what was cast."""
     dtype = storage_dtype(x)
@@ -117,7 +122,7 @@ DERIVATIVES: dict[Op, Row] = {
     Op.MUL: (lambda g, y, a, b: g * b, lambda g, y, a, b: g * a),
     Op.DIV: (lambda g, y, a, b: g / b, lambda g, y, a, b: -(g * y) / b),
     Op.NEG: (lambda g, y, x: -g,),
-    Op.POWER: (lambda g, y, x: g * (y.attributes["exponent"] * x ** (y.attributes["exponent"] - 1)),),
+    Op.POWER: (_power,),
     Op.ABS: (lambda g, y, x: g * _sign(x),),
     Op.MAXIMUM: (
         lambda g, y, a, b: g * _halved(a > b, a == b),
@@ -135,7 +140,11 @@ DERIVATIVES: dict[Op, Row] = {
     Op.TANH: (lambda g, y, x: g * (1.0 - y * y),),
     Op.ERF: (lambda g, y, x: g * (2.0 / math.sqrt(math.pi) * L.exp(-(x * x))),),
     Op.COMPARE: (None, None),
-    Op.WHERE: (None, lambda g, y, c, a, b: L.where(c, g, 0.0), lambda g, y, c, a, b: L.where(c, 0.0, g)),
+    Op.WHERE: (
+        None,
+        lambda g, y, c, a, b: L.where(c, g, 0.0),
+        lambda g, y, c, a, b: L.where(c, 0.0, g),
+    ),
     Op.CAST: (_cast_back,),
     Op.SPLIT: (lambda g, y, x: _join_with_zeros(g, y),),
     Op.JOIN: (
@@ -164,9 +173,7 @@ BROADCAST_FORM = {op for op in Op if op.group == "elementwise"} | {
 }  # fmt: skip
 
 
-def differentiate(
-    outputs: Iterable[tuple[Node, Node]], inputs: Iterable[Node]
-) -> dict[Node, Node]:
+def differentiate(outputs: Iterable[tuple[Node, Node]], inputs: Iterable[Node]) -> dict[Node, Node]:
     """The gradients of `inputs` given pairs (output, its adjoint).
 
     An input that no output depends on is absent. The work done is for these inputs alone.
@@ -218,7 +225,7 @@ def _full_type(node: Node, argument: Node) -> Type:
     """The shape over which an argument was broadcast by its operation."""
     if node.op.group == "elementwise":
         return node.type
-    if node.op in (Op.JOIN, Op.CONCAT):
+    if node.op in (Op.JOIN, Op.CONCAT, Op.LOGSUMEXP):
         return argument.type._replace(rows=node.type.rows)
     return argument.type
 

@@ -9,7 +9,7 @@ float32 and is rounded once. The program of a chunk is the built-in block lm_hea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -116,10 +116,19 @@ def _chunks(total: int, rows: int) -> Iterator[slice]:
     return (slice(start, min(start + rows, total)) for start in range(0, total, rows))
 
 
-def _run(
-    x: Tensor, w: Tensor, target: Tensor, call: str, rows: int, needed: int, adjoint: Tensor | None
-) -> tuple[Tensor, _Gradients]:
+class _Batch(NamedTuple):
+    """What a loss is taken of, and how many rows of it at a time."""
+
+    x: Tensor
+    w: Tensor
+    target: Tensor
+    call: str
+    rows: int
+
+
+def _run(batch: _Batch, needed: int, adjoint: Tensor | None = None) -> tuple[Tensor, _Gradients]:
     """The loss of each row, and the gradients for `adjoint`, one number a row (ones if None)."""
+    x, w, target, call, rows = batch
     gradients = _Gradients(x, w, needed)
     losses = [x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))]
     with without_autocast(x), torch.no_grad():
@@ -145,8 +154,7 @@ torch.library.define(
 )
 torch.library.define(
     "cadenza::cross_entropy_rows_backward",
-    "(Tensor adjoint, Tensor x, Tensor w, Tensor target, str call, int rows, int needed)"
-    " -> (Tensor, Tensor)",
+    "(Tensor adjoint, Tensor[] operands, str call, int rows, int needed) -> (Tensor, Tensor)",
 )
 torch.library.define(
     "cadenza::scaled_gradient", "(Tensor gradient, Tensor scale, ScalarType dtype) -> Tensor"
@@ -162,7 +170,7 @@ def _sum(
     x: Tensor, w: Tensor, target: Tensor, call: str, rows: int, needed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_range(target, w.shape[0], _ignored(call))
-    losses, gradients = _run(x, w, target, call, rows, needed, None)
+    losses, gradients = _run(_Batch(x, w, target, call, rows), needed)
     return losses.sum(), gradients.x, gradients.w
 
 
@@ -213,7 +221,7 @@ def _(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 @torch.library.impl("cadenza::cross_entropy_rows", "CompositeExplicitAutograd")
 def _rows(x: Tensor, w: Tensor, target: Tensor, call: str, rows: int) -> Tensor:
     _check_range(target, w.shape[0], _ignored(call))
-    return _run(x, w, target, call, rows, 0, None)[0]
+    return _run(_Batch(x, w, target, call, rows), 0)[0]
 
 
 @torch.library.register_fake("cadenza::cross_entropy_rows")
@@ -223,16 +231,18 @@ def _(x: Tensor, w: Tensor, target: Tensor, call: str, rows: int) -> Tensor:
 
 @torch.library.impl("cadenza::cross_entropy_rows_backward", "CompositeExplicitAutograd")
 def _rows_again(
-    adjoint: Tensor, x: Tensor, w: Tensor, target: Tensor, call: str, rows: int, needed: int
+    adjoint: Tensor, operands: list[Tensor], call: str, rows: int, needed: int
 ) -> tuple[Tensor, Tensor]:
-    gradients = _run(x, w, target, call, rows, needed, adjoint)[1]
+    x, w, target = operands
+    gradients = _run(_Batch(x, w, target, call, rows), needed, adjoint)[1]
     return gradients.x, gradients.w.to(w.dtype)
 
 
 @torch.library.register_fake("cadenza::cross_entropy_rows_backward")
 def _(
-    adjoint: Tensor, x: Tensor, w: Tensor, target: Tensor, call: str, rows: int, needed: int
-) -> Any:
+    adjoint: Tensor, operands: list[Tensor], call: str, rows: int, needed: int
+) -> tuple[Tensor, Tensor]:
+    x, w, _ = operands
     gradients = _Gradients(x, w, needed)
     return gradients.x, gradients.w.to(w.dtype)
 
@@ -246,7 +256,7 @@ def _rows_backward(ctx: Any, adjoint: Tensor) -> tuple[Tensor | None, ...]:
     adjoint = _once(adjoint)
     needed = X * ctx.needs_input_grad[0] + W * ctx.needs_input_grad[1]
     results = torch.ops.cadenza.cross_entropy_rows_backward(
-        adjoint, *ctx.saved_tensors, ctx.call, ctx.rows, needed
+        adjoint, list(ctx.saved_tensors), ctx.call, ctx.rows, needed
     )
     by_input = [r if needed & bit else None for r, bit in zip(results, (X, W), strict=True)]
     return (*by_input, None, None, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import uuid
 from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any, overload
@@ -30,6 +31,7 @@ Tensor = torch.Tensor
 Function = Callable[..., Any]
 Shapes = Mapping[str, str] | None
 CONSTANTS = (bool, int, float, str, type(None))
+OPEN = 16411  # stands for a number of rows that is open; a prime, which no weight's size is likely
 
 
 class Program:
@@ -58,7 +60,10 @@ class Program:
         backend = kwargs.pop("backend", None) if "backend" not in self.parameters else None
         names, tensors, constants = self._sorted(self._bound(args, kwargs))
         text = _encode(names, constants, autocast_dtype(tensors[0]), backend)
-        results = torch.ops.cadenza.run(self.key, tensors, text, _needed(tensors))
+        needed, content = _needed(tensors), ""
+        if torch.compiler.is_dynamo_compiling():
+            content = _content(self.key, _sizes(tensors), text, needed)
+        results = torch.ops.cadenza.run(self.key, tensors, text, needed, content)
         structure, labels = _structure(self.key, text)
         if structure == "value":
             return results[0]
@@ -279,6 +284,32 @@ def _needed(tensors: list[Tensor]) -> int:
     return mask
 
 
+def _sizes(tensors: list[Tensor]) -> tuple[Any, ...]:
+    """Dtypes and sizes, None for a number of rows that torch.compile keeps open."""
+    known = torch.fx.experimental.symbolic_shapes.has_static_value
+    return tuple(
+        (str(t.dtype), *(int(s) if known(s) else None for s in t.shape[:-1]), *{*t.shape[-1:]})
+        for t in tensors
+    )
+
+
+@torch._dynamo.assume_constant_result
+def _content(key: str, sizes: tuple[Any, ...], text: str, needed: int) -> str:
+    """The digest of what a call runs, which torch.compile's caches on disk must depend on.
+
+    Where it can't be told without the number of rows, a text that no cache has.
+    """
+    try:
+        like = [
+            torch.empty([OPEN if s is None else s for s in shape], dtype=getattr(torch, dtype[6:]),
+                        device="meta")
+            for dtype, *shape in sizes
+        ]  # fmt: skip
+        return PROGRAMS[key].find(like, text, needed)[0].digest
+    except ProgramError:
+        return uuid.uuid4().hex
+
+
 @torch._dynamo.assume_constant_result
 def _structure(key: str, text: str) -> tuple[str, tuple[str, ...]]:
     return PROGRAMS[key].structures[text]
@@ -310,7 +341,12 @@ def _register(program: Program) -> str:
     """
     function = program.function
     closure = dict(inspect.getclosurevars(function).nonlocals)
-    content = (_code_text(function.__code__), repr(closure), repr(program.shapes), location(function))
+    content = (
+        _code_text(function.__code__),
+        repr(closure),
+        repr(program.shapes),
+        location(function),
+    )
     identity = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
     key, number = f"{function.__qualname__}.{identity}", 1
     while key in PROGRAMS and not _interchangeable(PROGRAMS[key].function, function, closure):

@@ -161,7 +161,8 @@ def _declared(
             expected=f"[{', '.join(text.split())}]",
             write=f"{name}.reshape(...) before the call",
         )
-    return (1, *shape, 1)[-2:] if not shape else (1, *shape)[-2:]  # type: ignore[return-value]
+    padded = (1, 1, *shape)
+    return padded[-2], padded[-1]
 
 
 def _leading_mismatch(name: str, shape: tuple[Any, ...], leading: tuple[Any, ...]) -> ProgramError:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
 from cadenza.core.errors import CadenzaError, ProgramError
 from cadenza.core.ir import Graph
 from cadenza.core.ops import M
@@ -21,7 +22,8 @@ Tensor = torch.Tensor
 PROGRAMS: dict[str, Specializations] = {}
 
 torch.library.define(
-    "cadenza::run", "(str program, Tensor[] tensors, str call, int needed) -> Tensor[]"
+    "cadenza::run",
+    "(str program, Tensor[] tensors, str call, int needed, str content) -> Tensor[]",
 )
 torch.library.define(
     "cadenza::run_backward",
@@ -71,8 +73,11 @@ def _output_shapes(
 
 
 @torch.library.impl("cadenza::run", "CompositeExplicitAutograd")
-def run(program: str, tensors: list[Tensor], call: str, needed: int) -> list[Tensor]:
-    """The outputs of a program and what is saved for the gradients in the mask `needed`."""
+def run(program: str, tensors: list[Tensor], call: str, needed: int, content: str) -> list[Tensor]:
+    """The outputs of a program and what is saved for the gradients in the mask `needed`.
+
+    `content` is read by nobody: it makes a captured graph differ when the program does.
+    """
     specialization, operands = _find(program, tensors, call, needed)
     with without_autocast(tensors[0]), torch.no_grad():
         matrices = _matrices(tensors, operands, specialization.pair.forward)
@@ -84,7 +89,7 @@ def run(program: str, tensors: list[Tensor], call: str, needed: int) -> list[Ten
 
 
 @torch.library.register_fake("cadenza::run")
-def _(program: str, tensors: list[Tensor], call: str, needed: int) -> list[Tensor]:
+def _(program: str, tensors: list[Tensor], call: str, needed: int, content: str) -> list[Tensor]:
     specialization, operands = _find(program, tensors, call, needed)
     shapes = _output_shapes(specialization, operands)
     return [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in shapes]
@@ -120,7 +125,7 @@ def _(program: str, values: list[Tensor], adjoints: list[Tensor], rows: Any) -> 
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    program, tensors, call, needed = inputs
+    program, tensors, call, needed, _ = inputs
     specialization, operands = PROGRAMS[program].find(tensors, call, needed)
     pair = specialization.pair
     ctx.set_materialize_grads(False)  # else autograd makes zeros as large as all that is saved
@@ -135,7 +140,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _backward(
     ctx: Any, gradients: Sequence[Tensor | None]
-) -> tuple[None, list[Tensor | None], None, None]:
+) -> tuple[None, list[Tensor | None], None, None, None]:
     """The gradients of a program's tensors: one call of its backward program."""
     pair = ctx.specialization.pair
     adjoints = []
@@ -151,7 +156,7 @@ def _backward(
     )
     named = dict(zip(pair.gradients, results, strict=True))
     by_operand = [named[n].reshape(ctx.shapes[n]) if n in named else None for n in ctx.names]
-    return None, by_operand, None, None
+    return None, by_operand, None, None, None
 
 
 def _setup_double_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

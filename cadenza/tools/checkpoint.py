@@ -72,8 +72,9 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 def _read(path: Path) -> tuple[dict, dict[str, Tensor]]:
     with safe_open(path, framework="pt") as file:
         header = json.loads((file.metadata() or {})[HEADER])
+        names = file.keys()
         # Clones: a view of the mapped file would change under a writer, and keeps it open.
-        return header, {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        return header, {name: file.get_tensor(name).clone() for name in names}
 
 
 def _damaged(path: Path) -> str:

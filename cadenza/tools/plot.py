@@ -17,7 +17,7 @@ def loss_plot(training: Curve, validation: Mapping[int, float]) -> bytes:
     """Training loss by step, held-out loss by step."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    _draw_losses(axes, "", training, validation)
+    _draw_losses(axes, training, validation, color="C0", linewidth=1)
     axes.legend()
     return _png(figure)
 
@@ -30,10 +30,14 @@ def comparison_plot(
     """Above all models' losses, below by step the relative difference of each from stock."""
     figure = Figure(figsize=(8, 9), layout="constrained")
     upper, lower = figure.subplots(2, sharex=True)
-    for name, (training, validation) in curves.items():
-        _draw_losses(upper, f"{name}: ", training, validation)
+    colors = {name: f"C{index}" for index, name in enumerate(curves)}
+    for index, (name, losses) in enumerate(curves.items()):
+        # Curves that agree lie on each other: the first is the widest, and shows at the edges.
+        width = 1 + 2 * (len(curves) - 1 - index)
+        _draw_losses(upper, *losses, color=colors[name], linewidth=width, name=f"{name}: ")
     for name, difference in differences.items():
-        lower.plot(_steps(difference), difference, label=f"{name} from stock", linewidth=1)
+        label = f"{name} from stock"
+        lower.plot(_steps(difference), difference, color=colors[name], label=label, linewidth=1)
     if limit is not None:
         lower.axhline(limit, color="grey", linestyle="--", label="limit")
     lower.set(xlabel="step", ylabel="relative difference of loss", yscale="log")
@@ -42,12 +46,19 @@ def comparison_plot(
     return _png(figure)
 
 
-def _draw_losses(axes: Axes, name: str, training: Curve, validation: Mapping[int, float]) -> None:
-    (line,) = axes.plot(_steps(training), training, label=f"{name}training", linewidth=1)
-    axes.plot(
-        list(validation), list(validation.values()), "o--", color=line.get_color(), markersize=4,
-        label=f"{name}held out",
-    )  # fmt: skip
+def _draw_losses(
+    axes: Axes,
+    training: Curve,
+    validation: Mapping[int, float],
+    *,
+    color: str,
+    linewidth: float,
+    name: str = "",
+) -> None:
+    axes.plot(_steps(training), training, label=f"{name}training", color=color, linewidth=linewidth)
+    steps, losses = list(validation), list(validation.values())
+    size = 4 + linewidth
+    axes.plot(steps, losses, "o--", label=f"{name}held out", color=color, markersize=size)
     axes.set(xlabel="step", ylabel="cross-entropy (nats a byte)")
 
 
