@@ -93,7 +93,8 @@ def lm_head(rows: int) -> Operands:
     """Operands of lm-head: every third target is ignored."""
     target = torch.randint(0, VOCABULARY, (rows,))
     target[::3] = -100
-    return {"x": torch.randn(rows, WIDTH), "w": 2 * weight(VOCABULARY, WIDTH), "target": target}
+    head = {"norm": gain(WIDTH), "w": 2 * weight(VOCABULARY, WIDTH)}
+    return {"x": torch.randn(rows, WIDTH)} | head | {"target": target}
 
 
 def llama_mlp(rows: int) -> Operands:

@@ -297,10 +297,14 @@ def verify(graph: Graph) -> Graph:
     for node in graph.nodes():
         _verify_node(node, seen, graph)
         seen.add(node)
+    _hold(all(i.op is Op.INPUT for i in graph.inputs), "an input that is none")
+    _hold(len({n.builder for n in (*seen, *graph.inputs)}) < 2, f"{graph.name} mixes programs")
     names = [i.attributes["name"] for i in graph.inputs]
     _hold(len(set(names)) == len(names), f"two inputs share a name: {names}")
     _hold(len(graph.labels) == len(graph.outputs), "labels and outputs differ in number")
-    _hold(graph.structure in ("value", "tuple", "dict"), f"structure {graph.structure!r}")
+    _hold(len(set(graph.labels)) == len(graph.labels), f"two outputs share a label: {graph.labels}")
+    single = graph.structure == "value" and len(graph.outputs) == 1
+    _hold(single or graph.structure in ("tuple", "dict"), f"structure {graph.structure!r}")
     return graph
 
 

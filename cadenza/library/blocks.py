@@ -98,18 +98,29 @@ def norm_qkv(x, norm, w_qkv, cos, sin, *, head_dim, heads, eps=1e-5):
     return L.rope(L.linear(L.rms_norm(x, norm, eps), w_qkv), cos, sin, head_dim, heads=heads)
 
 
-@block(shapes={"x": "M D", "w": "V D", "target": "M 1"})
-def lm_head(x, w, target, *, ignore_index=-100):
-    """The cross-entropy of each row's logits x @ w.T against its target, [M, 1].
+def _token_loss(logits: Value, target: Value, ignore_index: int) -> Value:
+    """The cross-entropy of each row of logits [M, V] against its target [M, 1], as [M, 1].
 
     Taken relative to z[target], so a common offset of the logits does not change it, and over the
     logits as they are stored, so that forward and backward see the same. A target of
     `ignore_index` costs 0, one outside of [0, V) NaN.
     """
-    logits = L.name(L.stored(L.linear(x, w)), "logits")
+    logits = L.name(L.stored(logits), "logits")
     loss = L.logsumexp(logits, L.pick(logits, target))
     inside = (target >= 0) & (target < logits.shape[1])
     return L.where(target == ignore_index, 0.0, L.where(inside, loss, math.nan))
+
+
+@block(shapes={"x": "M D", "norm": "1 D", "w": "V D", "target": "M 1"})
+def lm_head(x, norm, w, target, *, eps=1e-5, ignore_index=-100):
+    """The last norm, the logits and each row's cross-entropy against its target: [M, 1]."""
+    return _token_loss(L.linear(L.rms_norm(x, norm, eps), w), target, ignore_index)
+
+
+@block(shapes={"x": "M D", "w": "V D", "target": "M 1"})
+def linear_loss(x, w, target, *, ignore_index=-100):
+    """The logits and each row's cross-entropy: what linear_cross_entropy runs on a chunk."""
+    return _token_loss(L.linear(x, w), target, ignore_index)
 
 
 # --- a decoder layer as a unit -------------------------------------------------------------------

@@ -3,7 +3,7 @@
 For "mean" and "sum", forward also computes the unscaled gradients, chunk by chunk, and backward
 multiplies them by the incoming scalar: three products. For "none" each row has its own incoming
 gradient, so backward computes each chunk again: four products. The gradient of w accumulates in
-float32 and is rounded once. The program of a chunk is the built-in block lm_head.
+float32 and is rounded once. The program of a chunk is the block linear_loss.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from cadenza.backends import chosen
 from cadenza.core.errors import CadenzaError, ProgramError
 from cadenza.library.autocast import autocast_dtype, without_autocast
-from cadenza.library.blocks import lm_head
+from cadenza.library.blocks import linear_loss
 from cadenza.library.specialize import Call
 
 Tensor = torch.Tensor
@@ -134,7 +134,7 @@ def _run(batch: _Batch, needed: int, adjoint: Tensor | None = None) -> tuple[Ten
     with without_autocast(x), torch.no_grad():
         for part in _chunks(x.shape[0], rows):
             chunk = {"x": x[part], "w": w, "target": target[part, None]}
-            specialization, _ = lm_head.specializations.find(list(chunk.values()), call, needed)
+            specialization, _ = linear_loss.specializations.find(list(chunk.values()), call, needed)
             size = chunk["x"].shape[0]
             ones = losses[0].new_ones(size) if adjoint is None else adjoint[part]
             results = specialization.forward_on(chunk, size)

@@ -152,9 +152,7 @@ class Program:
                 )
         if not names:
             raise self._wrong_call("no tensor")
-        # Through a set, because torch.compile makes a number that changed from call to call a
-        # symbol, and a symbol a constant again only where its hash is asked for.
-        return names, [bound[n] for n in names], tuple((n, *{v}) for n, v in constants)
+        return names, [bound[n] for n in names], tuple((n, _constant(v)) for n, v in constants)
 
 
 class Epilogue(Program):
@@ -263,6 +261,16 @@ def epilogue(function: Function | None = None, *, shapes: Shapes = None) -> Any:
 # --- what torch.compile sees as constants ---------------------------------------------------------
 
 
+def _constant(value: Any) -> Any:
+    """The value itself, a constant to torch.compile too.
+
+    It makes a symbol of a number that changed from call to call, and of a symbol a constant again
+    where its hash is asked for.
+    """
+    (constant,) = {value}
+    return constant
+
+
 @torch._dynamo.assume_constant_result
 def _encode(
     names: tuple[str, ...],
@@ -287,9 +295,9 @@ def _needed(tensors: list[Tensor]) -> int:
 def _sizes(tensors: list[Tensor]) -> tuple[Any, ...]:
     """Dtypes and sizes, None for a number of rows that torch.compile keeps open."""
     known = torch.fx.experimental.symbolic_shapes.has_static_value
+    set(tensors[0].shape[-1:])  # columns, never rows
     return tuple(
-        (str(t.dtype), *(int(s) if known(s) else None for s in t.shape[:-1]), *{*t.shape[-1:]})
-        for t in tensors
+        (str(t.dtype), tuple(_constant(s) if known(s) else None for s in t.shape)) for t in tensors
     )
 
 
@@ -303,7 +311,7 @@ def _content(key: str, sizes: tuple[Any, ...], text: str, needed: int) -> str:
         like = [
             torch.empty([OPEN if s is None else s for s in shape], dtype=getattr(torch, dtype[6:]),
                         device="meta")
-            for dtype, *shape in sizes
+            for dtype, shape in sizes
         ]  # fmt: skip
         return PROGRAMS[key].find(like, text, needed)[0].digest
     except ProgramError:
