@@ -241,7 +241,11 @@ def reduce_rows(writer: Writer) -> None:
     whole = [("row_sum", v.columns * v.bound), ("row_max", v.bound)]
     more = [("row_mean", v.bound), ("row_variance", v.bound**2), ("logsumexp", v.bound + 4)]
     name, bound = writer.choose(whole if writer.whole else whole + more)
-    writer.write(f"L.{name}({v.name})", v.rows, 1, bound)
+    if name == "logsumexp" and writer.choose([False, True]):
+        shift = writer.value(lambda u: u.columns == 1 and u.rows in (1, v.rows))
+        writer.write(f"L.logsumexp({v.name}, {shift.name})", v.rows, 1, bound + shift.bound)
+    else:
+        writer.write(f"L.{name}({v.name})", v.rows, 1, bound)
 
 
 def reduce_columns(writer: Writer) -> None:

@@ -51,22 +51,28 @@ def test_results_and_gradients_are_those_of_eager_mode(case, dtype):
     assert counter.frame_count == 1
 
 
+def ours(graph):
+    """The nodes of a graph that run programs."""
+    return [n for n in graph.graph.nodes if "cadenza" in str(n.target)]
+
+
 @each_case
 def test_a_program_is_one_operation_in_every_graph(case):
     graphs = []
 
     def keep(graph, inputs):
-        graphs.append([n.target for n in graph.graph.nodes if n.op == "call_function"])
+        graphs.append(graph)
         return make_boxed_func(graph)
 
     function, counter = compiled(case.call, aot_autograd(fw_compiler=keep, bw_compiler=keep))
     operands = case.operands((3, 5))
     gradients(function(operands), operands)
     captured = [n.target for n in counter.graphs[0].graph.nodes if n.op == "call_function"]
-    assert [str(t) for t in captured if "cadenza" in str(t)] == ["cadenza.run"]
+    assert len(ours(counter.graphs[0])) == 1
     assert {t.__name__ for t in captured} == {"run", "getitem"}
-    forward, backward = ([t for t in g if "cadenza" in str(t)] for g in graphs)
-    assert (forward, backward) == ([RUN], [RUN_BACKWARD])
+    (forward,), (backward,) = map(ours, graphs)
+    assert (forward.target, backward.target) == (RUN, RUN_BACKWARD)
+    assert forward.args[4] == backward.args[0]  # the digest of what both run
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -77,8 +83,8 @@ def test_without_gradients_nothing_is_saved(mode):
         found, expected = function(operands), mlp(**operands)
     assert same(found, expected)
     assert not any(v.requires_grad for v in found)
-    run = next(n for n in counter.graphs[0].graph.nodes if "cadenza" in str(n.target))
-    assert run.args[-1] == 0
+    (run,) = ours(counter.graphs[0])
+    assert run.args[3] == 0
     agrees(function, CASES["tuple"].call, operands)
 
 
@@ -118,8 +124,7 @@ def test_programs_one_after_another_in_modules():
     operands = {"x": x} | dict(model.named_parameters())
     found, counter = compiled(model)
     assert same(gradients(found(x), operands), gradients(model(x), operands))
-    nodes = counter.graphs[0].graph.nodes
-    assert sum("cadenza" in str(n.target) for n in nodes) == 2
+    assert len(ours(counter.graphs[0])) == 2
 
 
 def test_activation_checkpointing_inside_of_compiled_code():
@@ -138,7 +143,7 @@ def test_activation_checkpointing_inside_of_compiled_code():
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
 def test_a_new_number_of_rows_compiles_once_more_and_never_again(case, grad):
     function, counter = compiled(case.call)
-    for rows in (5, 3, K, N, 2 * N, K * N, 64):
+    for rows in (5, 3, K, N, K * N):
         agrees(function, case.call, case.operands((rows,), grad=grad))
     assert counter.frame_count == 2
 
@@ -147,7 +152,7 @@ def test_a_new_number_of_rows_compiles_once_more_and_never_again(case, grad):
 def test_the_first_number_of_rows_may_equal_a_weights_size(first):
     case = CASES["tuple"]
     function, counter = compiled(case.call)
-    for rows in (first, 5, K, N, 7):
+    for rows in (first, 5, K, N):
         agrees(function, case.call, case.operands((rows,)))
     assert counter.frame_count == 2
 
@@ -160,18 +165,16 @@ def test_batch_and_sequence_may_both_change():
     assert counter.frame_count == 3  # neither, one, both
 
 
-@pytest.mark.parametrize("first", [5, K, N])
-def test_a_dimension_marked_dynamic_compiles_once(first):
-    for case in CASES.values():
-        torch._dynamo.reset()
-        function, counter = compiled(case.call)
-        for rows in (first, 3, K, N, 31):
-            operands = case.operands((rows,))
-            for name in ("x", "rstd", "index"):
-                if name in operands:
-                    torch._dynamo.mark_dynamic(operands[name], 0)
-            agrees(function, case.call, operands)
-        assert counter.frame_count == 1
+@each_case
+def test_a_dimension_marked_dynamic_compiles_once(case):
+    function, counter = compiled(case.call)
+    for rows in (N, 5, K, 31):  # the first is a weight's size by chance
+        operands = case.operands((rows,))
+        for name in ("x", "rstd", "index"):
+            if name in operands:
+                torch._dynamo.mark_dynamic(operands[name], 0)
+        agrees(function, case.call, operands)
+    assert counter.frame_count == 1
 
 
 def test_everything_dynamic_from_the_start():
@@ -223,6 +226,8 @@ def test_another_constant_is_compiled_and_right(name, choices):
         again = counter.frame_count
         found({"x": x}, choice)
         assert counter.frame_count == again
+    with torch.no_grad():
+        assert same(found({"x": x}, choices[0]), function({"x": x}, choices[0]))
 
 
 def test_a_constant_computed_from_sizes_of_weights():
@@ -261,23 +266,36 @@ def test_closures_make_different_programs():
     agrees(compiled(both)[0], both, {"x": x})
 
 
-def test_closures_over_functions_make_different_programs():
-    def activated(function):
+class Factor:
+    """Something that a program may close over, and that looks like all of its kind."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __repr__(self):
+        return "a factor"
+
+
+@pytest.mark.parametrize("closed", [(L.silu, L.tanh), (Factor(2.0), Factor(3.0))])
+def test_closures_over_objects_make_different_programs(closed):
+    def using(value):
         @epilogue
         def result(acc):
-            return function(acc)
+            return acc * value.value if isinstance(value, Factor) else value(acc)
 
         return result
 
-    silu, tanh = activated(L.silu), activated(L.tanh)
+    first, second = map(using, closed)
+    assert first.key != second.key
     operands = {"x": tensor(3, K), "w": tensor(N, K)}
 
     def both(operands):
-        return silu(operands["x"], operands["w"]), tanh(operands["x"], operands["w"])
+        return first(operands["x"], operands["w"]), second(operands["x"], operands["w"])
 
     agrees(compiled(both)[0], both, operands)
     product = operands["x"] @ operands["w"].T
-    assert torch.allclose(both(operands)[1], product.tanh(), atol=1e-6)
+    expected = product * 3.0 if isinstance(closed[1], Factor) else product.tanh()
+    assert torch.allclose(both(operands)[1], expected, atol=1e-5)
 
 
 # --- export ---------------------------------------------------------------------------------------

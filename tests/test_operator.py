@@ -16,6 +16,7 @@ from citizens import (
     RUN,
     RUN_BACKWARD,
     Calls,
+    Case,
     K,
     N,
     gradients,
@@ -69,7 +70,15 @@ def test_opcheck_of_forward(case, grad):
     assert set(torch.library.opcheck(RUN, arguments).values()) == {"SUCCESS"}
 
 
-@each_case
+MIXED = Case(
+    norm_swiglu,
+    lambda lead: (
+        CASES["epilogue"].operands(lead, dtype=torch.bfloat16) | {"rstd": tensor(*lead, 1)}
+    ),
+)
+
+
+@pytest.mark.parametrize("case", [*CASES.values(), MIXED], ids=[*CASES, "mixed dtypes"])
 def test_opcheck_of_backward(case):
     calls = recorded(case, case.operands((3, 5)))
     (arguments,) = calls.of(RUN_BACKWARD)
@@ -219,6 +228,35 @@ def test_a_warm_call_runs_nothing_of_the_authors_function():
         step(*lead)
         step(*lead, grad=False)
     assert len(runs) == warm
+
+
+@each_case
+@pytest.mark.parametrize(
+    ("setting", "value", "usual"),
+    [
+        (torch.set_default_dtype, torch.bfloat16, torch.float32),
+        (torch.set_default_device, "meta", "cpu"),
+    ],
+    ids=["dtype", "device"],
+)
+def test_torchs_defaults_for_new_tensors_count_nothing(case, setting, value, usual):
+    operands = case.operands((5,))
+    expected = case.call(operands)
+    leaves = [o for o in operands.values() if o.requires_grad]
+    incoming = [torch.randn_like(o) for o in values(expected) if o.requires_grad]
+
+    def found(outputs):
+        needing = [o for o in values(outputs) if o.requires_grad]
+        return torch.autograd.grad(needing[:1], leaves, incoming[:1])
+
+    kept = found(expected)
+    setting(value)
+    try:
+        outputs = case.call(operands)
+        assert same(found(outputs), kept)
+    finally:
+        setting(usual)
+    assert same(values(outputs), values(expected))
 
 
 def test_two_threads_can_call_a_new_program_at_once():

@@ -107,3 +107,9 @@ def test_a_seed_in_a_tensor_changes_without_compilation(monkeypatch):
             assert torch.equal(gradient != 0, y != 0)
     own = [call for call in compiled if call[0] is program.function]
     assert len(own) == 1, f"{len(own)} compilations"
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_seed_in_a_tensor_for_a_single_row(shape):
+    x = torch.ones(1, 64)
+    assert torch.equal(dropped(x, 0.5, torch.full(shape, 7)), dropped(x, 0.5, 7))

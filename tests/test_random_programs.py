@@ -1,17 +1,16 @@
 """Random well-typed programs: what is compiled and run equals `plain`, value and gradients.
 
-Each program also prints and parses to itself, and gives the same outputs and gradients whatever
-subset of its gradients is asked for. Programs of whole numbers and exact operations agree bit by
+Each program also prints and parses to itself, and gives the same outputs and gradients, bit by
+bit, whatever subset of its gradients is asked for. Programs of whole numbers and exact operations agree bit by
 bit. A failing example replays from its repr: `check_recipe(Recipe(...))`.
 """
 
 import random
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from programs import (
-    assert_same,
     check_against,
     check_round_trip,
     double_copies,
@@ -36,7 +35,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def check_subset(recipe: Recipe, wanted: list[str]) -> None:
-    """Asking for some gradients changes neither these nor the outputs."""
+    """Asking for some gradients changes neither these nor the outputs, bit by bit."""
     program, operands = recipe.program(), double_copies(recipe.tensors())
     outputs = labelled(program(**operands))
     upstream = upstream_of(outputs)
@@ -44,8 +43,8 @@ def check_subset(recipe: Recipe, wanted: list[str]) -> None:
     frozen = {n: v if n in wanted or n not in full else v.detach() for n, v in operands.items()}
     again = labelled(program(**frozen))
     assert all(torch.equal(again[name], value) for name, value in outputs.items())
-    some = gradients_of(again, frozen, upstream)
-    assert_same(some, {name: full[name] for name in some}, SUMMANDS)
+    for name, gradient in gradients_of(again, frozen, upstream).items():
+        assert torch.equal(gradient, full[name]), f"{name}: {gradient - full[name]}"
 
 
 def check_exact(recipe: Recipe) -> None:
@@ -68,13 +67,11 @@ def test_programs_equal_plain_and_read_back(recipe):
     check_recipe(recipe)
 
 
-@settings(max_examples=150)
 @given(recipe=recipes(), chosen=st.sets(st.sampled_from("xycrswb")))
 def test_gradients_do_not_depend_on_which_are_asked_for(recipe, chosen):
     check_subset(recipe, sorted(chosen))
 
 
-@settings(max_examples=150)
 @given(recipe=recipes(whole=True))
 def test_programs_of_whole_numbers_agree_bit_by_bit(recipe):
     check_exact(recipe)

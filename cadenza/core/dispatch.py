@@ -39,5 +39,5 @@ def apply(op: Op, *values: Value, **attributes: Any) -> Value:
         f"{op.label} of {', '.join(f'a {type(value).__name__}' for value in values) or 'nothing'}",
         found=", ".join(repr(value)[:40] for value in values) or "no value",
         expected="a value of the program, or a tensor",
-        write="numbers alone need no language: use Python's math",
+        write="one value an argument; for numbers alone Python's math",
     )

@@ -46,6 +46,7 @@ class Node(Refusals):
         if self.type.is_matrix:
             raise ProgramError(
                 f"a matrix {self.type} has no transpose of its own",
+                found="value.T",
                 expected="a column or a row",
                 write="L.matmul(a, b, transpose_a=..., transpose_b=...), or L.linear(x, w)",
             )
@@ -92,6 +93,9 @@ class Node(Refusals):
     def __matmul__(self, other: object) -> Node:
         return self.builder.matmul(self, other)
 
+    def __rmatmul__(self, other: object) -> Node:
+        return self.builder.matmul(other, self)
+
     def __lt__(self, other: object) -> Node:
         return self.builder.apply(Op.COMPARE, self, other, relation="<")
 
@@ -115,6 +119,8 @@ class Node(Refusals):
 
     def __or__(self, other: object) -> Node:
         return self.builder.apply(Op.MAXIMUM, self, other) != 0.0
+
+    __rand__, __ror__ = __and__, __or__
 
     def __invert__(self) -> Node:
         return self.builder.apply(Op.COMPARE, self, 0.0, relation="==")
@@ -220,6 +226,9 @@ _CURES = {
     Op.COLUMNS: "L.columns(x, start, stop) with 0 <= start < stop <= columns",
     Op.GROUP_SUM: "L.group_sum(x, size) with a size that divides the columns",
     Op.GROUP_MAX: "L.group_max(x, size) with a size that divides the columns",
+    Op.REPEAT: "L.repeat(x, times) with a whole number from 1 on",
+    Op.TILE: "L.tile(x, times) with a whole number from 1 on",
+    Op.LOGSUMEXP: "L.logsumexp(x, shift) with a shift [M, 1]",
     Op.CAST: "L.cast(x, 'float32'), or another floating dtype by name",
     Op.POWER: "x ** 2; for other exponents L.exp(p * L.log(x)), L.sqrt or L.rsqrt",
     Op.WHERE: "L.where(a < b, ...)",

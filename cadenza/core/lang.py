@@ -156,6 +156,13 @@ def qk_norm(
     """
     heads = _heads(x, head_dim, heads)
     width = heads * head_dim
+    if w.shape[-1] not in (head_dim, width):
+        raise ProgramError(
+            "qk_norm with a weight that doesn't fit the heads",
+            found=f"{w.shape[-1]} columns, {heads=}, {head_dim=}",
+            expected=f"{head_dim} columns, shared by the heads, or {width}",
+            write="L.qk_norm(x, w, head_dim) with w [1, head_dim]",
+        )
     y = x if width == x.shape[1] else columns(x, 0, width)
     r = rsqrt(group_sum(y**2, head_dim) / head_dim + eps)
     y = y * repeat(r, head_dim) * (w if w.shape[-1] == width else tile(w, heads))

@@ -10,6 +10,7 @@ from cadenza.core.cost import bytes_of
 from cadenza.core.ir import Graph, Node, topological, verify
 from cadenza.core.ops import BOOLEAN, REAL, Op
 from cadenza.core.partition import minimum_cut
+from cadenza.core.readiness import reduces_matrix
 from cadenza.core.rules import simplify
 from cadenza.core.storage import compute_dtype, storage_dtypes
 from cadenza.core.trace import Signature, trace
@@ -155,8 +156,8 @@ def save(graph: Graph, joint: Graph, adjoints: set[Node]) -> list[Node]:
     def sources(node: Node) -> tuple[Node, ...] | None:
         if node.op in LEAVES or node in outputs:
             return ()
-        final = node in forward and node.op.group in ("reduction", "product")
-        return None if final else node.inputs
+        final = reduces_matrix(node) or node.op is Op.MATMUL
+        return None if final and node in forward else node.inputs
 
     roots = _forward_roots(joint, adjoints)
     return [node for node in minimum_cut(roots, weight, sources) if weight(node) > 0]

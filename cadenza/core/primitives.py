@@ -202,6 +202,13 @@ def group_max(x: Value, size: int) -> Value:
 
 def pick(x: Value, index: Value) -> Value:
     """The element of each row at column `index` [M, 1], as [M, 1]; 0 where it is out of range."""
+    if isinstance(index, Node) and index.type.columns != 1:
+        raise ProgramError(
+            "pick at an index that is not one number a row",
+            found=f"an index {index.type}",
+            expected="whole numbers of the leading dimensions of x, [...] or [..., 1]",
+            write="L.pick(x, index) with as many indices as x has rows",
+        )
     return row_sum(where(column_index(x) == index, x, 0.0))
 
 

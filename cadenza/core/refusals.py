@@ -127,13 +127,15 @@ class Refusals:
             write="L.columns(x, start, stop), L.split(x, inner) or L.pick(x, index)",
         )
 
-    def __iter__(self) -> NoReturn:
+    def _iterated(self, *_: object) -> Any:
         raise ProgramError(
             "a traced value can't be iterated over or unpacked",
             found=NO_DATA,
             expected="a fixed number of parts of the columns",
             write="a, b = L.split(x), or L.columns(x, start, stop)",
         )
+
+    __iter__ = __contains__ = __reversed__ = _iterated
 
     def _no_number(self, *_: object) -> Any:
         raise ProgramError(

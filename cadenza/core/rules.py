@@ -66,6 +66,18 @@ def trivial_columns(node: Node) -> Node | None:
     return node.inputs[0] if same else None
 
 
+def outer_product(node: Node) -> Node | None:
+    """A product contracted over one column, a [M, 1] @ b [1, N], is a * b."""
+    if node.op is not Op.MATMUL:
+        return None
+    sides = list(zip(node.inputs, node.attributes.values(), strict=True))
+    (a, turn_a), (b, turn_b) = sides
+    if (a.type.rows if turn_a else a.type.columns) != 1:
+        return None
+    column, row = (a.T if turn_a else a), (b.T if turn_b else b)
+    return node.builder.make(Op.MUL, (column, row), {})
+
+
 def columns_of_columns(node: Node) -> Node | None:
     """columns(columns(x, a, …), b, c) = columns(x, a + b, a + c)."""
     if node.op is not Op.COLUMNS or node.inputs[0].op is not Op.COLUMNS:
@@ -155,6 +167,7 @@ SIMPLIFY: dict[str, Rule] = {
     "join + join = join of sums": equation(
         lambda a, b, c, d, n: (_join(a, b, n) + _join(c, d, n), _join(a + c, b + d, n))
     ),
+    "column @ row = column * row": outer_product,
     "trivial columns": trivial_columns,
     "columns of columns": columns_of_columns,
     "columns of concat": columns_of_concat,

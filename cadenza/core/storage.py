@@ -34,26 +34,36 @@ def storage_dtype(node: Node) -> str:
 def storage_dtypes(nodes: Iterable[Node], statistic: str) -> dict[Node, str]:
     """The dtype of each value where it is stored, for nodes in topological order.
 
-    A matrix takes the widest dtype of the matrices it is made of (under `L.cast`, that dtype);
-    columns, rows and scalars are statistics, of dtype `statistic`.
+    A matrix takes the widest dtype of the matrices it is made of (under `L.cast`, that dtype), and
+    that of the inputs if it is made of columns and rows alone; columns, rows and scalars, and sums
+    over groups of columns, are statistics, of dtype `statistic`, and widen nothing.
     """
+    nodes = list(nodes)
+    matrices = [n for n in nodes if n.op is Op.INPUT and n.type.is_matrix]
+    usual = widest(str(n.attributes["dtype"]) for n in matrices) or statistic
     stored: dict[Node, str] = {}
+    strong: set[Node] = set()
     for node in nodes:
-        stored[node] = _storage_dtype(node, stored, statistic)
+        own = _own_dtype(node, statistic)
+        deciding = [stored[i] for i in node.inputs if i in strong]
+        if (own and node.type.is_matrix and node.op in (Op.INPUT, Op.CAST)) or (
+            not own and widest(deciding)
+        ):
+            strong.add(node)
+        stored[node] = own or widest(deciding) or usual
     return stored
 
 
-def _storage_dtype(node: Node, stored: dict[Node, str], statistic: str) -> str:
+def _own_dtype(node: Node, statistic: str) -> str:
+    """The dtype that a value has whatever it is made of, or ""."""
     if node.op in (Op.INPUT, Op.CAST):
         return str(node.attributes["dtype"])
     if node.type.kind == INTEGER:
         return "int64"
     if node.type.kind == BOOLEAN and not node.inputs:
         return "bool"
-    if not node.type.is_matrix:
-        return statistic
-    matrices = [stored[i] for i in node.inputs if i.type.is_matrix]
-    return widest(matrices) or widest([stored[i] for i in node.inputs]) or statistic
+    grouped = node.op in (Op.GROUP_SUM, Op.GROUP_MAX)
+    return statistic if grouped or not node.type.is_matrix else ""
 
 
 def widest(dtypes: Iterable[str]) -> str:

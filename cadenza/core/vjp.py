@@ -8,16 +8,21 @@ driver alone reduces them to an argument's shape or spreads them to a full one.
 from __future__ import annotations
 
 import math
+import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any
 
 from cadenza.core import lang as L
 from cadenza.core.errors import CadenzaError
+from cadenza.core.euler import euler_adjoint
 from cadenza.core.ir import Node, topological
 from cadenza.core.ops import REAL, Op, Type
 from cadenza.core.storage import storage_dtype
 
 Value = Any  # a Node, in the language of values
+Contributions = dict[Node, list[tuple[Node, Type]]]
 Row = tuple[Callable[..., Value] | None, ...]
 
 
@@ -173,20 +178,27 @@ BROADCAST_FORM = {op for op in Op if op.group == "elementwise"} | {
 }  # fmt: skip
 
 
-def differentiate(outputs: Iterable[tuple[Node, Node]], inputs: Iterable[Node]) -> dict[Node, Node]:
+def differentiate(
+    outputs: Iterable[tuple[Node, Node]], inputs: Iterable[Node], euler: bool = True
+) -> dict[Node, Node]:
     """The gradients of `inputs` given pairs (output, its adjoint).
 
-    An input that no output depends on is absent. The work done is for these inputs alone.
+    An input that no output depends on is absent. The work done is for these inputs alone. With
+    `euler`, scalings get their adjoint from outputs alone where Euler's rule holds.
     """
     pairs, wanted = list(outputs), list(inputs)
     order = topological(output for output, _ in pairs)
     needed = _needed(order, wanted)
-    adjoints: dict[Node, Node] = {}
+    contributions: Contributions = defaultdict(list)
     for output, adjoint in pairs:
-        _accumulate(adjoints, output, adjoint)
+        contributions[output].append((adjoint, output.type))
+    adjoints: dict[Node, Node] = {}
+    exits = [output for output, _ in pairs]
     for node in reversed(order):
-        if node in adjoints and node in needed:
-            _backpropagate(node, adjoints, needed)
+        if node in contributions and node in needed:
+            rule = euler_adjoint(node, order, exits, adjoints) if euler else None
+            adjoints[node] = _adjoint(contributions[node], node.type) if rule is None else rule
+            _backpropagate(node, adjoints[node], contributions, needed)
     return {i: spread(adjoints[i], i.type) for i in wanted if i in adjoints}
 
 
@@ -198,18 +210,21 @@ def _needed(order: list[Node], wanted: list[Node]) -> set[Node]:
     return needed
 
 
-def _accumulate(adjoints: dict[Node, Node], node: Node, adjoint: Node) -> None:
-    adjoints[node] = adjoints[node] + adjoint if node in adjoints else adjoint
+def _adjoint(contributions: list[tuple[Node, Type]], shape: Type) -> Node:
+    """The sum of contributions; those spread over the same shape are added before reducing."""
+    by_shape: dict[Type, Node] = {}
+    for value, full in contributions:
+        by_shape[full] = by_shape[full] + value if full in by_shape else value
+    reduced = [unbroadcast(value, full, shape) for full, value in by_shape.items()]
+    return reduce(operator.add, reduced)
 
 
-def _backpropagate(node: Node, adjoints: dict[Node, Node], needed: set[Node]) -> None:
-    g = adjoints[node]
+def _backpropagate(node: Node, g: Node, contributions: Contributions, needed: set[Node]) -> None:
     g = g if node.op in BROADCAST_FORM else spread(g, node.type)
     for argument, row in zip(node.inputs, _row(node), strict=True):
         if argument in needed and row is not None and argument.type.kind == REAL:
-            contribution = row(g, node, *node.inputs)
             full = _full_type(node, argument)
-            _accumulate(adjoints, argument, unbroadcast(contribution, full, argument.type))
+            contributions[argument].append((row(g, node, *node.inputs), full))
 
 
 def _row(node: Node) -> Row:

@@ -293,9 +293,8 @@ def _needed(tensors: list[Tensor]) -> int:
 
 
 def _sizes(tensors: list[Tensor]) -> tuple[Any, ...]:
-    """Dtypes and sizes, None for a number of rows that torch.compile keeps open."""
+    """Dtypes and sizes, None for those that torch.compile keeps open: numbers of rows."""
     known = torch.fx.experimental.symbolic_shapes.has_static_value
-    set(tensors[0].shape[-1:])  # columns, never rows
     return tuple(
         (str(t.dtype), tuple(_constant(s) if known(s) else None for s in t.shape)) for t in tensors
     )

@@ -77,6 +77,7 @@ def describe(
     rows = math.prod(leading)
     found = []
     for name, tensor in zip(names, tensors, strict=True):
+        _check_dense(name, tensor)
         declared = shapes.get(name) if shapes else None
         dims = _declared(name, tensor, declared, leading) if declared else None
         pair = dims or _by_rank(name, tensor, leading, rows, first=name == first)
@@ -84,6 +85,16 @@ def describe(
     if shapes:
         _check_sizes(found, shapes, constants)
     return Operands(tuple(found), leading, rows)
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise ProgramError(
+            f"operand {name} is not stored densely",
+            found=f"a layout {tensor.layout}",
+            expected="a tensor with strides",
+            write=f"{name}.to_dense()",
+        )
 
 
 def _leading(

@@ -1,0 +1,98 @@
+"""Euler's rule: the adjoint of a positive scaling from outputs alone.
+
+If everything that depends on a column c > 0 is affine in c and ends in one output y, then
+c · dc = rowsum(dy · (y − y at c = 0)). So nothing between c and y has to be kept. It covers RoPE,
+bias and LayerNorm; it never goes through a nonlinearity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cadenza.core import lang as L
+from cadenza.core.algebra import kind
+from cadenza.core.ir import Node, topological
+from cadenza.core.ops import Op
+from cadenza.core.rewrite import rebuild
+
+POSITIVE = (Op.RSQRT, Op.EXP)
+ADDITIVE = (Op.ADD, Op.SUB, Op.NEG, Op.SPLIT, Op.JOIN, Op.COLUMNS, Op.CONCAT)
+
+
+def euler_adjoint(
+    column: Node, order: Sequence[Node], outputs: Sequence[Node], adjoints: Mapping[Node, Node]
+) -> Node | None:
+    """The adjoint of `column` by Euler's rule, None where the rule does not hold.
+
+    `order` are the nodes of the program in topological order, `adjoints` those of its outputs.
+    """
+    if kind(column) != "column" or column.op not in POSITIVE:
+        return None
+    output = _only_affine_exit(column, order, set(outputs))
+    if output is None or output not in adjoints:
+        return None
+    rest = _at_zero(output, column)
+    if rest is not None and not _of_vectors(rest):
+        return None
+    changing = output if rest is None else output - rest
+    summed: Node = L.row_sum(adjoints[output] * changing)
+    return summed / column
+
+
+def _only_affine_exit(column: Node, order: Sequence[Node], outputs: set[Node]) -> Node | None:
+    """The one output that depends on `column`, if all that does is affine in it."""
+    depends, used = {column}, set[Node]()
+    for node in order:
+        inside = [i for i in node.inputs if i in depends]
+        if not inside or node is column:
+            continue
+        if not _affine(node, inside) or node.type.rows != column.type.rows:
+            return None
+        depends.add(node)
+        used.update(inside)
+    exits = [node for node in order if node in depends and node in outputs]
+    ends = [node for node in order if node in depends and node not in used]
+    single = len(exits) == 1 and len(ends) == 1 and exits[0] is ends[0]
+    return exits[0] if single and exits[0] is not column else None
+
+
+def _affine(node: Node, inside: list[Node]) -> bool:
+    if node.op in ADDITIVE:
+        return True
+    if node.op is Op.MUL:
+        return len(inside) == 1 and node.inputs[0] is not node.inputs[1]
+    return node.op is Op.DIV and len(inside) == 1 and inside[0] is node.inputs[0]
+
+
+def _at_zero(output: Node, column: Node) -> Node | None:
+    """The output where the column is 0; None stands for 0."""
+    values: dict[Node, Node | None] = {column: None}
+    for node in topological([output]):
+        if node not in values:
+            values[node] = _substituted(node, [values[i] for i in node.inputs])
+    return values[output]
+
+
+def _substituted(node: Node, inputs: list[Node | None]) -> Node | None:
+    given = [i for i in inputs if i is not None]
+    if len(given) == len(inputs):
+        return rebuild(node, given)
+    if not given or node.op not in ADDITIVE:
+        return None
+    if node.op is Op.ADD:
+        return given[0]
+    if node.op is Op.SUB:
+        return given[0] if inputs[0] is not None else -given[0]
+    filled = [_zeros(i) if v is None else v for v, i in zip(inputs, node.inputs, strict=True)]
+    return rebuild(node, filled)
+
+
+def _zeros(like: Node) -> Node:
+    return like.builder.constant(0.0, 1, like.type.columns)
+
+
+def _of_vectors(node: Node) -> bool:
+    """Whether a matrix is made of columns and rows alone, so that nothing has to be kept for it."""
+    if not node.type.is_matrix:
+        return True
+    return bool(node.inputs) and node.op is not Op.MATMUL and all(map(_of_vectors, node.inputs))
