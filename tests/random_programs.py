@@ -19,7 +19,7 @@ import cadenza as cz
 from cadenza import lang as L
 from cadenza.library.function import Program
 
-ROWS = (0, 1, 2, 3, 127, 129)
+ROWS = (3, 2, 1, 0, 127, 129)
 LARGEST = 4.0
 EXACT = 2.0**20  # of whole numbers: far below what float32 holds
 WIDEST = 24
@@ -81,8 +81,8 @@ class Writer:
         content, bound = ("whole", 3.0) if whole else ("unit", 1.0)
         real = {"x": ("M", columns), "y": ("M", columns), "c": ("M", 1), "r": (1, columns),
                 "s": (1, 1), "w": (3, columns), "b": (1, 3)}  # fmt: skip
-        self.values = [Value(name, *shape, bound) for name, shape in real.items()]
-        self.operands = {v.name: f"{v.rows} {v.columns} {content}" for v in self.values}
+        self.operands = {n: f"{rows} {width} {content}" for n, (rows, width) in real.items()}
+        self.values = [Value(name, *shape, bound) for name, shape in reversed(real.items())]
         self.values.append(Value("m", "M", columns, 1.0, "boolean"))
         self.values.append(Value("i", "M", 1, columns + 1.0, "integer"))
         self.operands |= {"m": f"M {columns} mask", "i": f"M 1 index {columns + 2}"}
@@ -306,8 +306,13 @@ def multiply(writer: Writer) -> None:
     a = writer.newest(lambda v: v.rows != 1)
     across = writer.choose([False, True])
     rows, inner = (a.columns, a.rows) if across else (a.rows, a.columns)
-    straight = lambda v: v.rows == inner and inner != 1  # noqa: E731 (a choice, named)
-    turned = lambda v: v.columns == inner and v.rows not in ("M", 1)  # noqa: E731 (a choice, named)
+
+    def straight(v: Value) -> bool:
+        return v.rows == inner and inner != 1
+
+    def turned(v: Value) -> bool:
+        return v.columns == inner and v.rows not in ("M", 1)
+
     b = writer.value(lambda v: straight(v) or turned(v))
     back = not straight(b)
     length = writer.rows if inner == "M" else int(inner)

@@ -96,7 +96,10 @@ def beside_another_way(chosen: Case) -> Case:
 @pytest.mark.parametrize("check", GRADIENT_CHECKS)
 def test_a_part_of_a_concatenation_off_by_a_thousandth(monkeypatch, check):
     original = vjp._part_of_concat
-    wrong = lambda position: lambda *values: original(position)(*values) * 1.001  # noqa: E731 (a row)
+
+    def wrong(position):
+        return lambda *values: 1.001 * original(position)(*values)
+
     monkeypatch.setattr(vjp, "_part_of_concat", wrong)
     with pytest.raises(AssertionError):
         check(using(Op.CONCAT))

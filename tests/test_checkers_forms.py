@@ -149,7 +149,11 @@ def test_a_leaf_slightly_wrong(monkeypatch, op):
 )
 def test_swapped_operands(monkeypatch, op):
     original = MEANING[op]
-    swapped = lambda *v, **attributes: original(*v[:-2], v[-1], v[-2], **attributes)  # noqa: E731 (a meaning)
+
+    def swapped(*values, **attributes):
+        *first, a, b = values
+        return original(*first, b, a, **attributes)
+
     monkeypatch.setitem(MEANING, op, swapped)
     for check in (against_plain, against_oracle):
         with pytest.raises(REFUSED):

@@ -44,11 +44,11 @@ def agrees(function, reference, operands) -> None:
 
 
 @each_case
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_results_and_gradients_are_those_of_eager_mode(case, dtype):
+def test_results_and_gradients_are_those_of_eager_mode(case):
     function, counter = compiled(case.call)
-    agrees(function, case.call, case.operands((3, 5), dtype=dtype))
-    assert counter.frame_count == 1
+    for dtype in (torch.float32, torch.bfloat16):
+        agrees(function, case.call, case.operands((3, 5), dtype=dtype))
+    assert counter.frame_count == 2
 
 
 def ours(graph):
@@ -139,9 +139,11 @@ def test_activation_checkpointing_inside_of_compiled_code():
 # --- the number of rows ---------------------------------------------------------------------------
 
 
-@each_case
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
-def test_a_new_number_of_rows_compiles_once_more_and_never_again(case, grad):
+@pytest.mark.parametrize(
+    ("name", "grad"), [*((name, True) for name in CASES), ("tuple", False)], ids=str
+)
+def test_a_new_number_of_rows_compiles_once_more_and_never_again(name, grad):
+    case = CASES[name]
     function, counter = compiled(case.call)
     for rows in (5, 3, K, N, K * N):
         agrees(function, case.call, case.operands((rows,), grad=grad))
@@ -205,13 +207,12 @@ def scaled(x, factor=1.0, offset=0, kind="silu", double=False, nothing=None):
 @pytest.mark.parametrize(
     ("name", "choices"),
     [
-        ("factor", [1.0, 2.0, 3.0, 4.0, 1.0, 0.1]),
-        ("factor", [1e-30, 1e30, -1e30]),
-        ("offset", [0, 1, 2, 3, 0]),
-        ("factor", [1, 1.0, True, 2, 2.5]),
-        ("kind", ["silu", "tanh", "silu"]),
-        ("double", [True, False, True]),
-        ("nothing", [None, 2.0, None]),
+        ("factor", [1.0, 2.0, 3.0, 1.0]),
+        ("offset", [0, 1, 2, 0]),
+        ("factor", [2, 2.0, True, 1.0]),
+        ("kind", ["silu", "tanh"]),
+        ("double", [True, False]),
+        ("nothing", [None, 2.0]),
     ],
     ids=lambda v: v if isinstance(v, str) else None,
 )

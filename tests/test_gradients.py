@@ -19,6 +19,7 @@ from programs import (
     assert_same,
     check_against,
     check_direction,
+    check_program,
     double_copies,
     gradients_of,
     labelled,
@@ -124,11 +125,13 @@ def test_a_number_on_either_side(name, shape):
 
 @pytest.mark.parametrize(("a", "b"), [("M 3", "1 3"), ("1 3", "M 3"), ("1 3", "1 3")])
 def test_rows_broadcast_side_by_side(a, b):
+    def expected(x, a, b):
+        rows = torch.broadcast_shapes(a.shape, b.shape)[0]
+        return torch.cat([a.expand(rows, 3), b.expand(rows, 3)], 1)
+
     operands = {"x": "M 5", "a": a, "b": b}
-    rows = max(a, b)
-    cat = lambda x, a, b: torch.cat([v.expand(len(x) if "M" in rows else 1, 3) for v in (a, b)], 1)  # noqa: E731 (an oracle)
-    check_case(case("concat", lambda x, a, b: L.concat(a, b), cat, **operands))
-    check_case(case("join", lambda x, a, b: L.join(a, b), cat, **operands))
+    check_case(case("concat", lambda x, a, b: L.concat(a, b), expected, **operands))
+    check_case(case("join", lambda x, a, b: L.join(a, b), expected, **operands))
 
 
 @pytest.mark.parametrize("shape", ["M 5", "M 1", "1 5", "1 1"])
@@ -143,6 +146,13 @@ def test_a_choice_spreads_its_condition(shape):
             b="1 5",
         )
     )
+
+
+def test_an_epilogue_is_checked_like_a_block():
+    x, w, rstd = torch.randn(2, 3, 7), torch.randn(10, 7), torch.rand(2, 3, 1)
+    program = cz.epilogue(lambda acc, rstd, scale: L.swiglu(acc * rstd) * scale)
+    check_program(program, x, w, rstd=rstd, scale=0.7)
+    check_program(program, x, w, rstd=rstd[..., :1], scale=-1.0)
 
 
 # --- ties -----------------------------------------------------------------------------------------
