@@ -25,7 +25,8 @@ from test_ops import ROUNDED
 from test_random_programs import check_exact
 
 import cadenza as cz
-from cadenza.backends.reference import LEAVES, MEANING, Executable
+from cadenza.backends.meaning import LEAVES, MEANING
+from cadenza.backends.whole import run_graph
 from cadenza.core import lang as L
 from cadenza.core import text
 from cadenza.core.ir import Graph

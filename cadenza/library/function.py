@@ -76,7 +76,7 @@ class Program:
         names, tensors, constants = self._sorted(self._bound(args, kwargs))
         text = _encode(names, constants, None, None)
         specialization, found = self.specializations.find(tensors, text, 0)
-        rows = {i.attributes["name"]: i.type.rows for i in specialization.pair.forward.inputs}
+        rows = {i.attributes["name"]: i.type.rows for i in specialization.pair.program.inputs}
         matrices = {
             operand.name: as_matrix(
                 tensor, found.rows if rows[operand.name] == M else rows[operand.name],
@@ -94,7 +94,8 @@ class Program:
     def backward_graph(self, *args: Any, **kwargs: Any) -> Graph | None:
         """The derived backward program of such a call, given which tensors require gradients."""
         _, tensors, _ = self._sorted(self._bound(args, kwargs))
-        return self._compiled(args, kwargs, _needed(tensors)).pair.backward
+        backward = self._compiled(args, kwargs, _needed(tensors)).pair.backward
+        return backward.graph if backward else None
 
     def _compiled(self, args: Any, kwargs: Any, needed: int) -> Specialization:
         names, tensors, constants = self._sorted(self._bound(args, kwargs))
