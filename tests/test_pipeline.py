@@ -52,6 +52,12 @@ def test_swiglu_saves_the_raw_product_alone(needed):
     assert saved(found) == expected
 
 
+def test_outputs_and_inputs_are_at_hand_for_free():
+    both = pair(lambda x, w: L.exp(L.linear(x, w)), "x M 4", "w 6 4", needed=["x", "w"])
+    assert saved(both) == []
+    assert both.values == ("x", "w", 0)
+
+
 def test_names_of_saved_values_are_the_authors():
     def named(x, w):
         h = L.name(L.linear(x, w), "raw")

@@ -1,14 +1,14 @@
 """Random well-typed programs: what is compiled and run equals `plain`, value and gradients.
 
 Each program also prints and parses to itself, and gives the same outputs and gradients, bit by
-bit, whatever subset of its gradients is asked for. Programs of whole numbers and exact operations agree bit by
-bit. A failing example replays from its repr: `check_recipe(Recipe(...))`.
+bit, whatever subset of its gradients is asked for. Programs of whole numbers and exact operations
+agree bit by bit. A failing example replays from its repr: `check_recipe(Recipe(...))`.
 """
 
 import random
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import (
     check_against,
@@ -22,6 +22,7 @@ from random_programs import LIMIT, Recipe, recipes, written
 
 from cadenza.core.ops import Op
 
+FEWER = settings.default.max_examples // 3
 SUMMANDS = 10.0  # adjoints of these programs are about as large where they cancel
 
 
@@ -67,11 +68,13 @@ def test_programs_equal_plain_and_read_back(recipe):
     check_recipe(recipe)
 
 
+@settings(max_examples=FEWER)
 @given(recipe=recipes(), chosen=st.sets(st.sampled_from("xycrswb")))
 def test_gradients_do_not_depend_on_which_are_asked_for(recipe, chosen):
     check_subset(recipe, sorted(chosen))
 
 
+@settings(max_examples=FEWER)
 @given(recipe=recipes(whole=True))
 def test_programs_of_whole_numbers_agree_bit_by_bit(recipe):
     check_exact(recipe)
