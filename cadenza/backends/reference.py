@@ -15,7 +15,7 @@ import torch
 from cadenza.backends.meaning import MEANING
 from cadenza.backends.partials import COLUMNS, ROWS
 from cadenza.backends.steps import Owner, Step, Steps, Values, torch_dtype
-from cadenza.core.ir import Node, topological
+from cadenza.core.ir import Node
 from cadenza.core.ops import REAL, Op
 from cadenza.core.plan import Kernel, Plan
 from cadenza.core.readiness import is_vector, reduces_matrix
@@ -87,7 +87,7 @@ class _Memory:
 
     def store(self, node: Node, value: Tensor) -> None:
         """Rounds once."""
-        self.stored[node] = value.to(self.executable.dtypes[node])
+        self.stored[node] = stored_as(value, self.executable.dtypes[node])
 
     def vector(self, node: Node) -> Any:
         """A finished vector, made of finished ones where it is first needed."""
@@ -121,9 +121,7 @@ class _KernelRun:
 
     def __init__(self, executable: Executable, kernel: Kernel) -> None:
         self.kernel, self.tile = kernel, executable.tile
-        self.body: list[tuple[Node, Step]] = [
-            (n, _whole_rows(n) or executable.steps.step(n)) for n in kernel.body
-        ]
+        self.body: list[tuple[Node, Step]] = [(n, executable.steps.step(n)) for n in kernel.body]
         self.reductions = [(r, _spread_over(r)) for r in kernel.reductions]
 
     def run(self, memory: _Memory) -> None:
@@ -146,13 +144,15 @@ class _KernelRun:
     def _reduce(self, node: Node, x: Tensor, memory: _Memory) -> Tensor:
         others = [memory.vector(i) for i in node.inputs[1:]]
         axis = 1 if node.op in ROWS else 0
-        tiles = x.split(self.tile, axis) if self.tile and x.shape[axis] else (x,)
-        return (ROWS | COLUMNS)[node.op](tiles, *others)
+        if self.tile is None or x.shape[axis] <= self.tile:
+            result: Tensor = MEANING[node.op](x, *others)
+            return result
+        return (ROWS | COLUMNS)[node.op](x.split(self.tile, axis), *others)
 
 
-def _whole_rows(node: Node) -> Step | None:
-    """A reduction that a pointwise kernel finishes itself, holding whole rows."""
-    return None
+def stored_as(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The one rounding of a value, where it is stored."""
+    return value.to(dtype)
 
 
 def _spread_over(reduction: Node) -> Callable[[Values, int], Tensor]:
@@ -170,5 +170,3 @@ def compile_plan(plan: Plan, tile: int | None = None) -> Executable:
     """A plan made ready to run."""
     return Executable(plan, tile)
 
-
-__all__ = ["Executable", "compile_plan", "topological"]

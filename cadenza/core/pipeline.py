@@ -1,11 +1,12 @@
 """From a function and a signature to a forward and a backward plan: one straight function.
 
-    program  = simplify(trace(function, signature))         the function is run, never read
-    deferred = simplify(defer(program))
-    first    = schedule(deferred)                           for the outputs alone
-    joint    = simplify(defer(differentiate(deferred)))     knowing what forward stores anyway
-    saved    = the cut of fewest bytes; it adds stores to forward and changes none
-    forward  = schedule(deferred and saved), backward = schedule(gradients from saved)
+    program  = simplify(trace(function, signature))      the function is run, never read
+    deferred = simplify(defer(lower(program)))
+    first    = schedule(deferred)                        for the outputs alone
+    joint    = simplify(defer(lower(simplify(differentiate(deferred)))))
+    saved    = the cut of fewest bytes: it adds stores to forward and changes none
+    forward  = schedule(deferred and saved)
+    backward = schedule(joint from what is saved)
 
 After each arrow the graph or plan is verified.
 """
@@ -20,7 +21,7 @@ from cadenza.core.defer import defer
 from cadenza.core.ir import Graph, Node, topological, verify
 from cadenza.core.ops import REAL, Op
 from cadenza.core.plan import Plan
-from cadenza.core.rules import simplify
+from cadenza.core.rules import lower, simplify
 from cadenza.core.saved import also_return, free_name, from_saved, new_input, save
 from cadenza.core.schedule import schedule
 from cadenza.core.storage import compute_dtype, storage_dtypes
@@ -32,19 +33,29 @@ from cadenza.core.vjp import differentiate
 class Pair:
     """A program ready for a back end.
 
-    `program` is what the author wrote; `forward` returns its outputs, then what it saves.
-    `backward` takes `values`, each an input by name or an output of forward by position, then the
-    adjoints of the outputs at the positions `adjoints`; it returns the gradients of the inputs
-    called `gradients`. Gradients come through the outputs at the positions `differentiable`.
+    `program` is what the author wrote; `forward_plan` returns its outputs, then what it saves.
+    `backward_plan` takes `values`, each an input by name or an output of forward by position,
+    then the adjoints of the outputs at the positions `adjoints`; it returns the gradients of the
+    inputs called `gradients`, which come through the outputs at the positions `differentiable`.
     """
 
     program: Graph
-    forward: Plan
-    backward: Plan | None = None
+    forward_plan: Plan
+    backward_plan: Plan | None = None
     differentiable: tuple[int, ...] = ()
     values: tuple[str | int, ...] = ()
     adjoints: tuple[int, ...] = ()
     gradients: tuple[str, ...] = ()
+
+    @property
+    def forward(self) -> Graph:
+        """The program that the forward plan computes."""
+        return self.forward_plan.graph
+
+    @property
+    def backward(self) -> Graph | None:
+        """The program that the backward plan computes."""
+        return self.backward_plan.graph if self.backward_plan else None
 
     @property
     def outputs(self) -> int:
@@ -74,14 +85,14 @@ def differentiate_program(
 ) -> Pair:
     """The plans of a program and of the gradients of the inputs named in `needed`."""
     names = set(needed)
-    graph = verify(simplify(verify(defer(program))))
+    graph = verify(simplify(verify(defer(verify(lower(program))))))
     first = schedule(graph)
     wanted = [i for i in graph.inputs if i.attributes["name"] in names and i.type.kind == REAL]
     differentiable = dependent(graph, wanted)
     if not differentiable:
         return Pair(program, first)
     adjoints = new_adjoints(graph, differentiable)
-    joint = verify(simplify(verify(gradients(graph, wanted, adjoints, set(wide)))))
+    joint = verify(lower(verify(simplify(verify(gradients(graph, wanted, adjoints, set(wide)))))))
     joint = verify(simplify(verify(_deferred(joint, adjoints.values(), first))))
     saved = save(graph, joint, set(adjoints.values()))
     forward = verify(also_return(graph, saved))

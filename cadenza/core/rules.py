@@ -189,13 +189,23 @@ SIMPLIFY: dict[str, Rule] = {
         lambda a, b, c, d, n: (_join(a, b, n) + _join(c, d, n), _join(a + c, b + d, n))
     ),
     "column @ row = column * row": outer_product,
-    "a group of all columns is the row": group_of_all,
-    "one column is a reduction": one_column,
     "trivial columns": trivial_columns,
     "columns of columns": columns_of_columns,
     "columns of concat": columns_of_concat,
     "concat + concat = concat of sums": sum_of_concats,
 }
+
+
+# What kernels make in another way: a column that crosses kernels is a finished reduction.
+LOWER: dict[str, Rule] = {
+    "a group of all columns is the row": group_of_all,
+    "one column is a reduction": one_column,
+}
+
+
+def lower(graph: Graph) -> Graph:
+    """The same program in the operations that kernels make."""
+    return rewrite_graph(graph, list(LOWER.values()))
 
 
 def simplify(graph: Graph) -> Graph:

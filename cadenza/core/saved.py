@@ -67,6 +67,7 @@ def _forward_roots(joint: Graph, adjoints: set[Node]) -> list[Node]:
 
 
 def also_return(graph: Graph, saved: list[Node]) -> Graph:
+    """Forward as a program that returns what is saved after its outputs."""
     taken = {str(i.attributes["name"]) for i in graph.inputs} | set(graph.labels)
     labels = tuple(free_name(graph.names.get(n, f"saved{k}"), taken) for k, n in enumerate(saved))
     outputs, structure = (*graph.outputs, *saved), "dict" if saved else graph.structure

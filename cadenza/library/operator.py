@@ -80,7 +80,7 @@ def run(program: str, tensors: list[Tensor], call: str, needed: int, content: st
     """
     specialization, operands = _find(program, tensors, call, needed)
     with without_autocast(tensors[0]), torch.no_grad():
-        matrices = _matrices(tensors, operands, specialization.pair.forward.graph)
+        matrices = _matrices(tensors, operands, specialization.pair.forward)
         results = specialization.forward(matrices, operands.rows)
     shapes = _output_shapes(specialization, operands)
     # Not `view`: autograd lets nobody write into a view that came out of an operation.
@@ -96,8 +96,9 @@ def _(program: str, tensors: list[Tensor], call: str, needed: int, content: str)
 
 
 def _backward_graph(specialization: Specialization) -> Graph:
-    assert specialization.pair.backward is not None
-    return specialization.pair.backward.graph
+    graph = specialization.pair.backward
+    assert graph is not None
+    return graph
 
 
 @torch.library.impl("cadenza::run_backward", "CompositeExplicitAutograd")

@@ -65,17 +65,17 @@ class Specialization:
     @cached_property
     def forward(self) -> Any:
         """Runs forward: 2-D tensors in the graph's order to outputs, then saved values."""
-        return compile_plan(self.pair.forward, self.backend)
+        return compile_plan(self.pair.forward_plan, self.backend)
 
     @cached_property
     def backward(self) -> Any:
         """Runs backward: 2-D tensors in its graph's order to gradients."""
-        assert self.pair.backward is not None
-        return compile_plan(self.pair.backward, self.backend)
+        assert self.pair.backward_plan is not None
+        return compile_plan(self.pair.backward_plan, self.backend)
 
     def forward_on(self, named: Mapping[str, Tensor], rows: int) -> list[Tensor]:
         """Outputs, then saved values, of 2-D operands by name."""
-        inputs = [named[i.attributes["name"]] for i in self.pair.forward.graph.inputs]
+        inputs = [named[i.attributes["name"]] for i in self.pair.forward.inputs]
         results: list[Tensor] = self.forward(inputs, rows)
         return results
 
@@ -97,12 +97,12 @@ class Specialization:
     @cached_property
     def outputs(self) -> list[tuple[Any, int, torch.dtype]]:
         """Rows, columns and dtype of each output of forward, saved values included."""
-        return described_outputs(self.pair.forward.graph)
+        return described_outputs(self.pair.forward)
 
     @cached_property
     def gradients(self) -> list[tuple[Any, int, torch.dtype]]:
         """Rows, columns and dtype of each gradient that backward returns."""
-        return described_outputs(self.pair.backward.graph) if self.pair.backward else []
+        return described_outputs(self.pair.backward) if self.pair.backward else []
 
     @cached_property
     def structure(self) -> tuple[str, tuple[str, ...]]:
@@ -177,7 +177,7 @@ def _known_sizes(found: Operands, specialization: Specialization) -> tuple[str, 
 
 def specialization_digest(pair: Pair, backend: str) -> str:
     """The identity of a compiled pair: both programs, their order of values, the back end."""
-    parts = [digest(pair.program), digest(pair.forward.graph), backend]
-    parts += [digest(pair.backward.graph)] if pair.backward else []
+    parts = [digest(pair.program), digest(pair.forward), backend]
+    parts += [digest(pair.backward)] if pair.backward else []
     parts += [repr((pair.differentiable, pair.values, pair.adjoints, pair.gradients))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
