@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cadenza.backends.reference import Executable
+from cadenza.backends.whole import run_graph
 from cadenza.core import lang as L
 from cadenza.core.ir import Graph, Node
 from cadenza.core.ops import INTEGER, M, Op
@@ -78,4 +78,4 @@ def _value(node: Node) -> Tensor:
 
 def run(graph: Graph, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The outputs of a graph on the reference back end."""
-    return Executable(graph)(tensors, ROWS)
+    return run_graph(graph, tensors, ROWS)

@@ -25,7 +25,8 @@ from test_ops import ROUNDED
 from test_random_programs import check_exact
 
 import cadenza as cz
-from cadenza.backends.reference import LEAVES, MEANING, Executable
+from cadenza.backends.meaning import LEAVES, MEANING
+from cadenza.backends import reference
 from cadenza.core import lang as L
 from cadenza.core import text
 from cadenza.core.ir import Graph
@@ -184,14 +185,15 @@ def check_all_rounding(dtype=torch.bfloat16) -> None:
 
 def test_an_executor_that_does_not_round(monkeypatch):
     check_all_rounding()
-    monkeypatch.setattr(Executable, "_rounding", lambda self, node: None)
+    monkeypatch.setattr(reference, "stored_as", lambda value, dtype: value)
     forget(monkeypatch)
     with pytest.raises(AssertionError):
         check_all_rounding()
 
 
 def test_an_executor_that_rounds_everything(monkeypatch):
-    monkeypatch.setattr(Executable, "_rounding", lambda self, node: torch.bfloat16)
+    monkeypatch.setattr(reference, "stored_as", lambda value, dtype: value.bfloat16())
+    forget(monkeypatch)
     with pytest.raises(AssertionError):
         check_all_rounding()
 

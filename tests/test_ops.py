@@ -17,7 +17,7 @@ from programs import check_digest, check_round_trip, check_rounding, double_copi
 
 import cadenza as cz
 from cadenza import lang as L
-from cadenza.backends.reference import LEAVES, MEANING, PLAIN
+from cadenza.backends.meaning import LEAVES, MEANING, PLAIN
 from cadenza.core.ops import BOOLEAN, INTEGER, MANY, Op, Type, TypeRuleError
 from cadenza.core.vjp import DERIVATIVES
 

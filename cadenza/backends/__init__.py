@@ -7,7 +7,7 @@ import os
 from cadenza.backends import reference
 from cadenza.backends.reference import Executable
 from cadenza.core.errors import BackEndError, author_line, explanation
-from cadenza.core.ir import Graph
+from cadenza.core.plan import Plan
 
 NAMES = ("auto", "reference")
 
@@ -25,8 +25,8 @@ def _unknown(name: str, where: str) -> BackEndError:
     return BackEndError(explanation("no such back end", repr(name), f"one of {names}", "", where))
 
 
-def compile_graph(graph: Graph, backend: str) -> Executable:
+def compile_plan(plan: Plan, backend: str) -> Executable:
     """A program made ready to run on the back end called `backend`."""
     if backend != "reference":
         raise _unknown(backend, "")
-    return reference.compile_graph(graph)
+    return reference.compile_plan(plan)

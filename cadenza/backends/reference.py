@@ -1,268 +1,172 @@
-"""The meaning of the language: one torch expression an operation, and an eager executor.
+"""The reference back end: plans, run kernel by kernel in torch's eager mode.
 
-Arithmetic is in the compute type (float32, or float64 in a float64 program); a value is rounded
-once, where it is stored: outputs, saved values and operands of products. At float64 this is the
+Only what a plan stores, partials and finished vectors cross kernels; a kernel sees its own product
+in the compute type and everything else as it was stored, rounded once. At float64 this is the
 oracle of every test.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from cadenza.backends.random import uniform
-from cadenza.core.dispatch import register
-from cadenza.core.ir import Graph, Node
-from cadenza.core.ops import BOOLEAN, REAL, Op
+from cadenza.backends.meaning import MEANING
+from cadenza.backends.partials import COLUMNS, ROWS
+from cadenza.backends.steps import Owner, Step, Steps, Values, torch_dtype
+from cadenza.core.ir import Node
+from cadenza.core.ops import REAL, Op
+from cadenza.core.plan import Kernel, Plan
+from cadenza.core.readiness import is_vector, reduces_matrix
 from cadenza.core.storage import compute_dtype, storage_dtypes
 
 Tensor = torch.Tensor
-NUMBERS = (Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.MAXIMUM, Op.MINIMUM, Op.COMPARE, Op.WHERE,
-           Op.LOGSUMEXP)  # fmt: skip
-RELATIONS = {"<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne}
-
-
-def _pairs(x: Tensor, inner: int) -> Tensor:
-    """The columns seen as (outer, 2, inner)."""
-    return x.reshape(x.shape[0], x.shape[1] // (2 * inner), 2, inner)
-
-
-def _split(x: Tensor, part: int, inner: int) -> Tensor:
-    if 2 * inner == x.shape[1]:
-        return x[:, part * inner : (part + 1) * inner]
-    return _pairs(x, inner)[:, :, part].reshape(x.shape[0], x.shape[1] // 2)
-
-
-def _join(a: Tensor, b: Tensor, inner: int) -> Tensor:
-    rows, columns = max(a.shape[0], b.shape[0]), a.shape[1]
-    if 0 in (a.shape[0], b.shape[0]):
-        rows = 0
-    a, b = a.expand(rows, columns), b.expand(rows, columns)
-    parts = [v.reshape(rows, columns // inner, inner) for v in (a, b)]
-    return torch.stack(parts, 2).reshape(rows, 2 * columns)
-
-
-def _concat(*values: Tensor) -> Tensor:
-    rows = torch.broadcast_shapes(*((v.shape[0], 1) for v in values))[0]
-    return torch.cat([v.expand(rows, v.shape[1]) for v in values], 1)
-
-
-def _groups(x: Tensor, size: int) -> Tensor:
-    return x.reshape(x.shape[0], x.shape[1] // size, size)
-
-
-def _column_max(x: Tensor) -> Tensor:
-    if x.shape[0] == 0:  # the largest of nothing
-        return x.new_full((1, x.shape[1]), -torch.inf)
-    return x.max(0, keepdim=True).values
-
-
-def _row_variance(x: Tensor) -> Tensor:
-    if x.shape[0] == 0:  # where torch would warn
-        return x.sum(1, keepdim=True)
-    return x.var(1, correction=0, keepdim=True)
-
-
-def _extremum(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.maximum and minimum take no numbers."""
-
-    def extremum(a: Any, b: Any) -> Tensor:
-        return function(*(v if isinstance(v, Tensor) else _like((a, b), v) for v in (a, b)))
-
-    return extremum
-
-
-def _matmul(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
-    return torch.mm(a.T if transpose_a else a, b.T if transpose_b else b)
-
-
-def _takes_numbers(node: Node) -> bool:
-    """Whether torch takes Python's numbers for the constants among the inputs of `node`.
-
-    Numbers alone would give numbers, or tensors of torch's default dtype.
-    """
-    values = node.inputs[1:] if node.op is Op.WHERE else node.inputs
-    mixed = any(i.op is not Op.CONSTANT for i in values)
-    return node.op is Op.RANDOM or (node.op in NUMBERS and mixed)
-
-
-def _round(x: Tensor, dtype: str) -> Tensor:
-    return x.to(getattr(torch, dtype)).to(x.dtype)
-
-
-MEANING: dict[Op, Callable[..., Any]] = {
-    Op.ADD: operator.add,
-    Op.SUB: operator.sub,
-    Op.MUL: operator.mul,
-    Op.DIV: operator.truediv,
-    Op.NEG: operator.neg,
-    Op.POWER: lambda x, exponent: x**exponent,
-    Op.ABS: torch.abs,
-    Op.MAXIMUM: _extremum(torch.maximum),
-    Op.MINIMUM: _extremum(torch.minimum),
-    Op.EXP: torch.exp,
-    Op.LOG: torch.log,
-    Op.SQRT: torch.sqrt,
-    Op.RSQRT: torch.rsqrt,
-    Op.SIGMOID: torch.sigmoid,
-    Op.TANH: torch.tanh,
-    Op.ERF: torch.erf,
-    Op.COMPARE: lambda a, b, relation: RELATIONS[relation](a, b),
-    Op.WHERE: torch.where,
-    Op.CAST: _round,
-    Op.SPLIT: _split,
-    Op.JOIN: _join,
-    Op.COLUMNS: lambda x, start, stop: x[:, start:stop],
-    Op.CONCAT: _concat,
-    Op.REPEAT: lambda x, times: x.repeat_interleave(times, 1),
-    Op.TILE: lambda x, times: x.repeat(1, times),
-    Op.ROW_SUM: lambda x: x.sum(1, keepdim=True),
-    Op.ROW_MAX: lambda x: x.max(1, keepdim=True).values,
-    Op.ROW_VARIANCE: _row_variance,
-    Op.LOGSUMEXP: lambda x, shift: (x - shift).logsumexp(1, keepdim=True),
-    Op.COLUMN_SUM: lambda x: x.sum(0, keepdim=True),
-    Op.COLUMN_MAX: _column_max,
-    Op.GROUP_SUM: lambda x, size: _groups(x, size).sum(2),
-    Op.GROUP_MAX: lambda x, size: _groups(x, size).max(2).values,
-    Op.TRANSPOSE: lambda x: x.T,
-    Op.MATMUL: _matmul,
-}
-
-# Leaves need to know the number of rows, the compute type and the device: `like` has the last two.
-LEAVES: dict[Op, Callable[..., Tensor]] = {
-    Op.CONSTANT: lambda like, value, rows, columns: like.new_full((rows, columns), value),
-    Op.COLUMN_INDEX: lambda like, rows, columns: torch.arange(columns, device=like.device)[None],
-    Op.ROW_INDEX: lambda like, rows, columns: torch.arange(rows, device=like.device)[:, None],
-    Op.RANDOM: lambda seed, like, rows, columns: uniform(seed, rows, columns, like),
-}
-
-# The same function run on tensors: dtypes are torch's, shapes those of the tensor at hand.
-PLAIN: dict[Op, Callable[..., Any]] = MEANING | {
-    Op.CAST: lambda x, dtype: x.to(getattr(torch, dtype)),
-    Op.COLUMN_INDEX: lambda x: torch.arange(x.shape[1], device=x.device)[None],
-    Op.ROW_INDEX: lambda x: torch.arange(x.shape[0], device=x.device)[:, None],
-    Op.RANDOM: lambda x, seed: uniform(seed, *x.shape, like=x),
-}
-
-
-def evaluate(op: Op, values: Sequence[Any], attributes: dict[str, Any]) -> Any:
-    """One operation on tensors with torch's own dtypes: what `lang` does outside of a trace."""
-    if op not in NUMBERS:
-        values = [
-            v if isinstance(v, Tensor) or op is Op.RANDOM else _like(values, v) for v in values
-        ]
-    return PLAIN[op](*values, **attributes)
-
-
-def _like(values: Sequence[Any], number: float) -> Tensor:
-    """A number as [1, 1], of the dtype and on the device of the first tensor among `values`."""
-    return next(v for v in values if isinstance(v, Tensor)).new_full((1, 1), number)
-
-
-register(torch.Tensor, evaluate)
 
 
 class Executable:
-    """A program as a list of steps over slots; slots are emptied after their last use."""
+    """A plan made ready to run. `tile` is how many rows and columns a tile has, None for all."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.nodes = [n for n in graph.nodes() if n.op is not Op.INPUT]
+    def __init__(self, plan: Plan, tile: int | None = None) -> None:
+        self.plan, self.tile = plan, tile
+        graph = plan.graph
         self.compute = getattr(torch, compute_dtype(graph))
-        self.stored = storage_dtypes(graph.nodes(), compute_dtype(graph))
-        self.numbers = self._numbers()
-        self.steps = [self._step(n) for n in self.nodes]
-        self.outputs = [(o, self._output_dtype(o)) for o in graph.outputs]
-        self.dead = self._last_uses()
-
-    def _output_dtype(self, node: Node) -> torch.dtype:
-        name = "bool" if node.type.kind == BOOLEAN else self.stored[node]
-        return getattr(torch, name)
-
-    def _step(self, node: Node) -> Callable[[dict[Node, Any], int], Any]:
-        attributes, inputs = node.attributes, node.inputs
-        if node in self.numbers:
-            return lambda values, rows: attributes["value"]
-        if node.op in LEAVES:
-            return self._leaf(node)
-        function, rounded = MEANING[node.op], self._rounding(node)
-        widen = [self._widens(node, i) for i in inputs]
-
-        def step(values: dict[Node, Any], rows: int) -> Any:
-            arguments = [
-                values[i].to(w) if w else values[i] for i, w in zip(inputs, widen, strict=True)
-            ]
-            result = function(*arguments, **attributes)
-            return result if rounded is None else result.to(rounded).to(self.compute)
-
-        return step
-
-    def _leaf(self, node: Node) -> Callable[[dict[Node, Any], int], Any]:
-        meaning, attributes, inputs = LEAVES[node.op], node.attributes, node.inputs
-
-        def step(values: dict[Node, Any], rows: int) -> Any:
-            sizes = {k: rows if v == "M" else v for k, v in attributes.items()}
-            return meaning(*(values[i] for i in inputs), like=values["like"], **sizes)
-
-        return step
-
-    def _widens(self, node: Node, argument: Node) -> torch.dtype | None:
-        """Whole numbers and conditions become numbers of the compute type in arithmetic."""
-        if argument.type.kind == REAL or node.op in (Op.WHERE, Op.COMPARE):
-            return None
-        return self.compute
-
-    def _rounding(self, node: Node) -> torch.dtype | None:
-        """The dtype that a computed operand of a product is rounded to, where that loses digits."""
-        dtype = getattr(torch, self.stored[node])
-        multiplied = node in self.operands and node.type.is_matrix and node.op is not Op.CAST
-        return dtype if multiplied and dtype != self.compute else None
-
-    def _numbers(self) -> set[Node]:
-        """The constants that may stay Python's numbers: scalars that every user takes as such."""
-        tensors = {i for n in self.nodes for i in n.inputs if not _takes_numbers(n)}
-        tensors |= set(self.graph.outputs)
-        scalars = {n for n in self.nodes if (n.op, n.type[:2]) == (Op.CONSTANT, (1, 1))}
-        return scalars - tensors
-
-    @property
-    def operands(self) -> set[Node]:
-        """The operands of products."""
-        return {i for n in self.nodes if n.op is Op.MATMUL for i in n.inputs}
+        nodes = graph.nodes()
+        names = storage_dtypes(nodes, compute_dtype(graph))
+        self.dtypes = {n: torch_dtype(n, names[n]) for n in nodes}
+        reduced = [r for k in plan.kernels for r in k.reductions]
+        stored = [s for k in plan.kernels for s in k.stores]
+        kept = [*graph.outputs, *stored, *(i for r in reduced for i in r.inputs)]
+        self.steps = Steps(nodes, self.compute, kept)
+        self.kernels = [_KernelRun(self, kernel) for kernel in plan.kernels]
+        self.finishes = {n: self.steps.step(n) for n in nodes if is_vector(n) and n.inputs}
+        self.leaves = {
+            n: self.steps.step(n) for n in nodes if not n.inputs and n.op is not Op.INPUT
+        }
+        self.spent = self._last_uses()
 
     def _last_uses(self) -> list[list[Node]]:
-        kept = set(self.graph.outputs)
-        last = {i: k for k, n in enumerate(self.nodes) for i in n.inputs if i not in kept}
-        dead: list[list[Node]] = [[] for _ in self.nodes]
+        """By kernel, the stored matrices that nothing needs after it."""
+        last: dict[Node, int] = {}
+        for position, kernel in enumerate(self.plan.kernels):
+            operands = kernel.product.inputs if kernel.product is not None else ()
+            last |= dict.fromkeys([*kernel.stores, *kernel.loads, *operands], position)
+        kept = set(self.plan.graph.outputs)
+        for product in self.plan.vector_products:
+            kept |= set(product.inputs)
+        spent: list[list[Node]] = [[] for _ in self.plan.kernels]
         for node, position in last.items():
-            dead[position].append(node)
-        return dead
+            if node not in kept and node.op is not Op.INPUT:
+                spent[position].append(node)
+        return spent
 
     def __call__(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
         """The outputs, new contiguous tensors, of inputs in the graph's order, each 2-D."""
-        values: dict[Any, Any] = {}
-        for node, tensor in zip(self.graph.inputs, tensors, strict=True):
-            values[node] = tensor.to(self.compute) if node.type.kind == REAL else tensor
-        values["like"] = tensors[0].new_empty(0, dtype=self.compute)
-        for node, step, dead in zip(self.nodes, self.steps, self.dead, strict=True):
-            values[node] = step(values, rows)
-            for spent in dead:
-                del values[spent]
-        given = {t.untyped_storage().data_ptr() for t in tensors}
-        return [self._store(values[node], dtype, given) for node, dtype in self.outputs]
-
-    def _store(self, value: Tensor, dtype: torch.dtype, given: set[int]) -> Tensor:
-        """A tensor that shares memory with nothing else, remembered in `given`."""
-        result = value.to(dtype).contiguous()
-        if result.untyped_storage().data_ptr() in given:
-            result = result.clone()
-        given.add(result.untyped_storage().data_ptr())
-        return result
+        memory = _Memory(self, tensors, rows)
+        for kernel, spent in zip(self.kernels, self.spent, strict=True):
+            kernel.run(memory)
+            for node in spent:
+                del memory.stored[node]
+        owner = Owner(tensors)
+        return [owner.own(memory.output(o), self.dtypes[o]) for o in self.plan.graph.outputs]
 
 
-def compile_graph(graph: Graph) -> Executable:
-    """A program made ready to run."""
-    return Executable(graph)
+class _Memory:
+    """What exists between kernels: stored matrices, finished reductions and vectors."""
+
+    def __init__(self, executable: Executable, tensors: Sequence[Tensor], rows: int) -> None:
+        self.executable, self.rows = executable, rows
+        inputs = zip(executable.plan.graph.inputs, tensors, strict=True)
+        self.stored: dict[Node, Tensor] = dict(inputs)
+        self.vectors: Values = {"like": tensors[0].new_empty(0, dtype=executable.compute)}
+
+    def load(self, node: Node) -> Tensor:
+        """A stored value in the compute type. KeyError when it was never stored."""
+        tensor = self.stored[node]
+        return tensor.to(self.executable.compute) if node.type.kind == REAL else tensor
+
+    def store(self, node: Node, value: Tensor) -> None:
+        """Rounds once."""
+        self.stored[node] = stored_as(value, self.executable.dtypes[node])
+
+    def vector(self, node: Node) -> Any:
+        """A finished vector, made of finished ones where it is first needed."""
+        if node not in self.vectors:
+            self.vectors[node] = self._finished(node)
+        return self.vectors[node]
+
+    def _finished(self, node: Node) -> Any:
+        executable = self.executable
+        if node in self.stored:
+            return self.load(node)
+        if node in executable.leaves:
+            return executable.leaves[node](self.vectors, self.rows)
+        if reduces_matrix(node):
+            raise KeyError(f"{node!r} is not finished")
+        if node.op is Op.MATMUL:
+            values = {i: self.vector(i) if is_vector(i) else self.load(i) for i in node.inputs}
+        else:
+            values = {i: self.vector(i) for i in node.inputs}
+        return executable.finishes[node]({**values, "like": self.vectors["like"]}, self.rows)
+
+    def output(self, node: Node) -> Tensor:
+        """An output of the program."""
+        if node in self.stored:
+            return self.stored[node]
+        return torch.as_tensor(self.vector(node))
+
+
+class _KernelRun:
+    """One kernel: its product, its body step by step, stores and partials."""
+
+    def __init__(self, executable: Executable, kernel: Kernel) -> None:
+        self.kernel, self.tile = kernel, executable.tile
+        self.body: list[tuple[Node, Step]] = [(n, executable.steps.step(n)) for n in kernel.body]
+        self.reductions = [(r, _spread_over(r)) for r in kernel.reductions]
+
+    def run(self, memory: _Memory) -> None:
+        """Computes, stores and reduces."""
+        kernel, product = self.kernel, self.kernel.product
+        values: Values = {"like": memory.vectors["like"]}
+        if product is not None:
+            operands = [memory.load(i) for i in product.inputs]
+            values[product] = MEANING[Op.MATMUL](*operands, **product.attributes)
+            del operands
+        values |= {node: memory.load(node) for node in kernel.loads}
+        values |= {node: memory.vector(node) for node in kernel.vectors}
+        for node, step in self.body:
+            values[node] = step(values, memory.rows)
+        for node in kernel.stores:
+            memory.store(node, values[node])
+        for node, shape in self.reductions:
+            memory.vectors[node] = self._reduce(node, shape(values, memory.rows), memory)
+
+    def _reduce(self, node: Node, x: Tensor, memory: _Memory) -> Tensor:
+        others = [memory.vector(i) for i in node.inputs[1:]]
+        axis = 1 if node.op in ROWS else 0
+        if self.tile is None or x.shape[axis] <= self.tile:
+            result: Tensor = MEANING[node.op](x, *others)
+            return result
+        return (ROWS | COLUMNS)[node.op](x.split(self.tile, axis), *others)
+
+
+def stored_as(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The one rounding of a value, where it is stored."""
+    return value.to(dtype)
+
+
+def _spread_over(reduction: Node) -> Callable[[Values, int], Tensor]:
+    """The argument of a reduction in the full shape of its type."""
+    argument = reduction.inputs[0]
+
+    def spread(values: Values, rows: int) -> Tensor:
+        shape = tuple(rows if d == "M" else int(d) for d in argument.type[:2])
+        return torch.as_tensor(values[argument]).expand(shape)
+
+    return spread
+
+
+def compile_plan(plan: Plan, tile: int | None = None) -> Executable:
+    """A plan made ready to run."""
+    return Executable(plan, tile)
+

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from cadenza.core.algebra import Monomial, build, expand, factors, kind, total
 from cadenza.core.ir import Graph, Node, topological
-from cadenza.core.ops import Op
+from cadenza.core.ops import REAL, Op
 from cadenza.core.readiness import Readiness, Stage, is_product, is_vector
 from cadenza.core.rewrite import rebuild
 
@@ -113,11 +113,13 @@ class Deferral:
             return None
         made = [term for term in terms if term.matrices]
         vectors = [term for term in terms if not term.matrices]
+        if not made:
+            return None
         outers = [self._late(term, core, free) for term in made]
         if any(outer != outers[0] for outer in outers) or (vectors and RANK_ONE not in self.rules):
             return None
         inner = total(build(term.without(outers[0]), operand.builder) for term in made)
-        if self.readiness.stage(inner) > core:
+        if self.readiness.stage(inner) > core or inner.type.kind != REAL:
             return None
         return [
             Term(Monomial(1.0, outers[0]), inner),
@@ -154,7 +156,7 @@ class Deferral:
         if not outer:
             return None
         inner = build(Monomial(1.0, term.without(outer).powers), operand.builder)
-        return [Term(Monomial(term.coefficient, outer), inner)]
+        return [Term(Monomial(term.coefficient, outer), inner)] if inner.type.kind == REAL else None
 
     def _shares(self, node: Node) -> bool:
         return self.backward and node not in self.ready and not is_vector(node)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import NamedTuple
 
-from cadenza.core.ir import Node
+from cadenza.core.ir import Node, topological
 from cadenza.core.ops import Op
 
 
@@ -80,6 +80,10 @@ class Readiness:
         if is_product(node):
             self.products.append(node)
             return Stage(len(self.products), 0)
+        if node.op is Op.MATMUL:
+            made = topological(i for i in node.inputs if i not in self.ready)
+            waits = any(n.inputs and (n.type.is_matrix or reduces_matrix(n)) for n in made)
+            return latest.later if waits else latest
         if reduces_matrix(node):
             others = [self.stage(i) for i in node.inputs[1:]]
             return max([self.later(node, self.stage(node.inputs[0])), *others])

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable
 from itertools import pairwise
 
+from cadenza.core import lang as L
 from cadenza.core.ir import Graph, Node
 from cadenza.core.ops import Op
 from cadenza.core.rewrite import Pattern, Rule, equation, rewrite_graph
@@ -64,6 +65,26 @@ def trivial_columns(node: Node) -> Node | None:
                          Op.ROW_MAX, Op.CONCAT)  # fmt: skip
     same = single and len(node.inputs) == 1 and node.inputs[0].type == node.type
     return node.inputs[0] if same else None
+
+
+def group_of_all(node: Node) -> Node | None:
+    """A reduction over one group of all columns is a reduction of the row."""
+    whole = {Op.GROUP_SUM: Op.ROW_SUM, Op.GROUP_MAX: Op.ROW_MAX}.get(node.op)
+    if whole is None or node.type.columns != 1:
+        return None
+    return node.builder.make(whole, node.inputs, {})
+
+
+def one_column(node: Node) -> Node | None:
+    """One column of a matrix is a sum of the row with all others 0: a finished reduction."""
+    if node.op not in (Op.COLUMNS, Op.SPLIT) or node.type.columns != 1:
+        return None
+    x = node.inputs[0]
+    if not x.type.is_matrix:
+        return None
+    position = node.attributes["start" if node.op is Op.COLUMNS else "part"]
+    here = L.column_index(x) == float(position)
+    return L.row_sum(L.where(here, x, 0.0))
 
 
 def outer_product(node: Node) -> Node | None:
@@ -173,6 +194,18 @@ SIMPLIFY: dict[str, Rule] = {
     "columns of concat": columns_of_concat,
     "concat + concat = concat of sums": sum_of_concats,
 }
+
+
+# What kernels make in another way: a column that crosses kernels is a finished reduction.
+LOWER: dict[str, Rule] = {
+    "a group of all columns is the row": group_of_all,
+    "one column is a reduction": one_column,
+}
+
+
+def lower(graph: Graph) -> Graph:
+    """The same program in the operations that kernels make."""
+    return rewrite_graph(graph, list(LOWER.values()))
 
 
 def simplify(graph: Graph) -> Graph:

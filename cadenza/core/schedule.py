@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from cadenza.core.cost import bytes_of
-from cadenza.core.ir import Graph, Node, topological
+from cadenza.core.ir import Graph, Node
 from cadenza.core.ops import Op
 from cadenza.core.partition import minimum_cut
 from cadenza.core.plan import Kernel, Plan, verify_plan
@@ -33,8 +33,8 @@ def finished(node: Node, stage: Stage) -> Stage:
 
 
 class _Scheduler:
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, own: Iterable[Node], besides: Iterable[Node]) -> None:
+        self.graph, self.own, self.besides = graph, tuple(own), tuple(besides)
         self.order = graph.nodes()
         self.leaves = {n for n in self.order if n.op is Op.INPUT or n.op in INDICES}
         self.readiness = Readiness(later=finished)
@@ -70,7 +70,7 @@ class _Scheduler:
 
     def plan(self) -> Plan:
         """All steps in order."""
-        for output in self.graph.outputs:
+        for output in self.own:
             if not is_vector(output):
                 self.store(output)
         late = self._store_operands()
@@ -80,6 +80,7 @@ class _Scheduler:
         for operand in late:
             self._place(operand)
         self._store_what_crosses()
+        self._store_besides()
         keys = {(k + 1, 0, False) for k in range(len(self.readiness.products))}
         keys |= {key for key, made in [*self.stores.items(), *self.reductions.items()] if made}
         kernels = tuple(self._kernel(key) for key in sorted(keys))
@@ -97,6 +98,11 @@ class _Scheduler:
                     self.store(operand)
                 else:
                     late[operand] = None
+        for product in self.order:
+            if product.op is Op.MATMUL and is_vector(product):
+                for operand in product.inputs:
+                    if not is_vector(operand) and operand not in self.leaves:
+                        self.store(operand)
         return [operand for operand in late if operand not in self.stored]
 
     def _place(self, operand: Node) -> None:
@@ -165,6 +171,13 @@ class _Scheduler:
                 return
             for node in new:
                 self.store(node)
+
+    def _store_besides(self) -> None:
+        """Has kernels write what is saved too; other kernels go on as if it weren't there."""
+        for node in self.besides:
+            if not is_vector(node) and node not in self.stored:
+                self.stores[self.host(node)].append(node)
+        self._store_what_crosses()
 
     def _weight(self, node: Node) -> float:
         if node in self.hitched:
@@ -235,7 +248,7 @@ class _Walk:
 
     def _held(self, vector: Node) -> bool:
         """Whether a pointwise kernel, which holds whole rows, finishes this vector itself."""
-        if not self.key[2] or not vector.inputs:
+        if not self.key[2] or not vector.inputs or vector.op is Op.MATMUL:
             return False
         if reduces_matrix(vector):
             own = self.scheduler.host(vector.inputs[0]) == self.key
@@ -243,6 +256,10 @@ class _Walk:
         return any(is_vector(i) and self._held(i) for i in vector.inputs)
 
 
-def schedule(graph: Graph) -> Plan:
-    """The kernels that compute a program's outputs."""
-    return _Scheduler(graph).plan()
+def schedule(graph: Graph, own: int | None = None) -> Plan:
+    """The kernels that compute a program's outputs.
+
+    The first `own` outputs (all by default) decide; the others are stored besides and change
+    nothing else, so that results don't depend on what is saved.
+    """
+    return _Scheduler(graph, graph.outputs[:own], graph.outputs[own:] if own else ()).plan()

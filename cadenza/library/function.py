@@ -6,11 +6,12 @@ constants and runs one operation of torch; everything else happens inside of tha
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import Any, overload
 
@@ -76,7 +77,7 @@ class Program:
         names, tensors, constants = self._sorted(self._bound(args, kwargs))
         text = _encode(names, constants, None, None)
         specialization, found = self.specializations.find(tensors, text, 0)
-        rows = {i.attributes["name"]: i.type.rows for i in specialization.pair.forward.inputs}
+        rows = {i.attributes["name"]: i.type.rows for i in specialization.pair.program.inputs}
         matrices = {
             operand.name: as_matrix(
                 tensor, found.rows if rows[operand.name] == M else rows[operand.name],
@@ -84,7 +85,8 @@ class Program:
             )
             for operand, tensor in zip(found.operands, tensors, strict=True)
         }  # fmt: skip
-        returned = self.specializations.function(**matrices, **dict(constants))
+        with _numbers_as_wide_as(tensors):
+            returned = self.specializations.function(**matrices, **dict(constants))
         return _unflatten(returned, specialization, found.leading)
 
     def graph(self, *args: Any, **kwargs: Any) -> Graph:
@@ -279,6 +281,18 @@ def _encode(
     backend: str | None,
 ) -> str:
     return Call(names, constants, autocast, chosen(backend)).encode()
+
+
+@contextlib.contextmanager
+def _numbers_as_wide_as(tensors: list[Tensor]) -> Iterator[None]:
+    """Python's numbers, and whole numbers in arithmetic, are float64 beside a float64 tensor."""
+    usual = torch.get_default_dtype()
+    double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    torch.set_default_dtype(torch.float64 if double else usual)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def _needed(tensors: list[Tensor]) -> int:

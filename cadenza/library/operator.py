@@ -95,14 +95,19 @@ def _(program: str, tensors: list[Tensor], call: str, needed: int, content: str)
     return [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 
+def _backward_graph(specialization: Specialization) -> Graph:
+    graph = specialization.pair.backward
+    assert graph is not None
+    return graph
+
+
 @torch.library.impl("cadenza::run_backward", "CompositeExplicitAutograd")
 def run_backward(
     program: str, values: list[Tensor], adjoints: list[Tensor], rows: int
 ) -> list[Tensor]:
     """The gradients of the program with this digest, each [rows, columns] as its input."""
     specialization = BY_DIGEST[program]
-    graph = specialization.pair.backward
-    assert graph is not None
+    graph = _backward_graph(specialization)
     given = [*values, *adjoints]
     with without_autocast(given[0]), torch.no_grad():
         matrices = [
@@ -115,8 +120,7 @@ def run_backward(
 
 @torch.library.register_fake("cadenza::run_backward")
 def _(program: str, values: list[Tensor], adjoints: list[Tensor], rows: Any) -> list[Tensor]:
-    graph = BY_DIGEST[program].pair.backward
-    assert graph is not None
+    graph = _backward_graph(BY_DIGEST[program])
     like = (values + adjoints)[0]
     return [
         like.new_empty((rows if o.type.rows == M else o.type.rows, o.type.columns), dtype=dtype)

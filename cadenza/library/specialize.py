@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cadenza.backends import compile_graph
+from cadenza.backends import compile_plan
 from cadenza.core.ir import Graph
 from cadenza.core.ops import BOOLEAN, M
 from cadenza.core.pipeline import Pair, compile_program
@@ -65,13 +65,13 @@ class Specialization:
     @cached_property
     def forward(self) -> Any:
         """Runs forward: 2-D tensors in the graph's order to outputs, then saved values."""
-        return compile_graph(self.pair.forward, self.backend)
+        return compile_plan(self.pair.forward_plan, self.backend)
 
     @cached_property
     def backward(self) -> Any:
         """Runs backward: 2-D tensors in its graph's order to gradients."""
-        assert self.pair.backward is not None
-        return compile_graph(self.pair.backward, self.backend)
+        assert self.pair.backward_plan is not None
+        return compile_plan(self.pair.backward_plan, self.backend)
 
     def forward_on(self, named: Mapping[str, Tensor], rows: int) -> list[Tensor]:
         """Outputs, then saved values, of 2-D operands by name."""
