@@ -60,7 +60,7 @@ def using(op: Op) -> Case:
 def random_recipes() -> list[tuple[Recipe, Graph]]:
     """Random programs, the same in every run."""
     numbers, found = random.Random(1), []
-    for _ in range(300):
+    for _ in range(600):
         codes = [[numbers.randrange(LIMIT) for _ in range(9)] for _ in range(8)]
         recipe = written(codes, numbers.randint(2, 7), 3)
         found.append((recipe, recipe.program().graph(**recipe.tensors())))

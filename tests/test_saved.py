@@ -42,14 +42,7 @@ def planned(case, operands, rows):
     labels = case.call(operands, case.program.graph).labels
     adjoints = {f"d_{label}" for label in labels} | {"d_output", "d_output_"}
     kept = [i.attributes for i in graph.inputs if i.attributes["name"] not in adjoints]
-    return [
-        (
-            rows if a["rows"] == "M" else a["rows"],
-            a["columns"],
-            "bool" if a["kind"] == "boolean" else a["dtype"],
-        )
-        for a in kept
-    ]
+    return [(rows if a["rows"] == "M" else a["rows"], a["columns"], a["dtype"]) for a in kept]
 
 
 # --- what is kept ---------------------------------------------------------------------------------

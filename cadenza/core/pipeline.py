@@ -81,19 +81,24 @@ def compile_program(
 
 
 def differentiate_program(
-    program: Graph, needed: Iterable[str] = (), wide: Iterable[str] = ()
+    program: Graph, needed: Iterable[str] = (), wide: Iterable[str] = (), deferral: bool = True
 ) -> Pair:
-    """The plans of a program and of the gradients of the inputs named in `needed`."""
+    """The plans of a program and of the gradients of the inputs named in `needed`.
+
+    Without `deferral` they are those of the textbook: no factor leaves a product, no Euler's rule.
+    """
     names = set(needed)
-    graph = verify(simplify(verify(defer(verify(lower(program))))))
+    options: dict[str, Any] = {} if deferral else {"rules": ()}
+    graph = verify(simplify(verify(defer(verify(lower(program)), **options))))
     first = schedule(graph)
     wanted = [i for i in graph.inputs if i.attributes["name"] in names and i.type.kind == REAL]
     differentiable = dependent(graph, wanted)
     if not differentiable:
         return Pair(program, first)
     adjoints = new_adjoints(graph, differentiable)
-    joint = verify(lower(verify(simplify(verify(gradients(graph, wanted, adjoints, set(wide)))))))
-    joint = verify(simplify(verify(_deferred(joint, adjoints.values(), first))))
+    joint = verify(gradients(graph, wanted, adjoints, set(wide), euler=deferral))
+    joint = verify(lower(verify(simplify(joint))))
+    joint = verify(simplify(verify(_deferred(joint, adjoints.values(), first, options))))
     saved = save(graph, joint, set(adjoints.values()))
     forward = verify(also_return(graph, saved))
     backward, values = from_saved(joint, forward, graph)
@@ -104,10 +109,12 @@ def differentiate_program(
     )  # fmt: skip
 
 
-def _deferred(joint: Graph, adjoints: Iterable[Node], first: Plan) -> Graph:
+def _deferred(
+    joint: Graph, adjoints: Iterable[Node], first: Plan, options: Mapping[str, Any]
+) -> Graph:
     """Gradients with deferral: all of forward is ready, and what it stores is known."""
     stored = {node for kernel in first.kernels for node in kernel.stores} | set(joint.inputs)
-    return defer(joint, ready=_Forward(adjoints), stored=stored, backward=True)
+    return defer(joint, ready=_Forward(adjoints), stored=stored, backward=True, **options)
 
 
 class _Forward:
@@ -145,10 +152,14 @@ def new_adjoints(graph: Graph, differentiable: Iterable[int]) -> dict[int, Node]
 
 
 def gradients(
-    graph: Graph, wanted: list[Node], adjoints: Mapping[int, Node], wide: set[str]
+    graph: Graph,
+    wanted: list[Node],
+    adjoints: Mapping[int, Node],
+    wide: set[str],
+    euler: bool = True,
 ) -> Graph:
     """The program of all gradients, over the inputs and the outputs' adjoints."""
-    found = differentiate([(graph.outputs[p], a) for p, a in adjoints.items()], wanted)
+    found = differentiate([(graph.outputs[p], a) for p, a in adjoints.items()], wanted, euler)
     inputs = (*graph.inputs, *adjoints.values())
     compute = compute_dtype(graph)
     stored = storage_dtypes(topological([*inputs, *found.values()]), compute)

@@ -135,7 +135,7 @@ def _by_rank(
         return 1, 1
     if first:
         return M, shape[-1]
-    if whole and _equal(shape, leading):
+    if whole and _equal(shape, leading) and shape != (1,):  # one number: a seed
         return M, 1
     if len(shape) == 1:
         return 1, shape[0]
