@@ -40,10 +40,10 @@ def results(function, x, w, target, **options):
     return loss, *torch.autograd.grad(loss, (x, w), upstream)
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 7, 36, 37, 38, None])
+@pytest.mark.parametrize("chunk", [1, 7, 36, 37, 38, None])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_equals_torch_at_float64(reduction, chunk_rows):
-    actual = results(linear_cross_entropy, *case(), reduction=reduction, chunk_rows=chunk_rows)
+def test_equals_torch_at_float64(reduction, chunk):
+    actual = results(linear_cross_entropy, *case(), reduction=reduction, chunk=chunk)
     expected = results(stock, *case_again(), reduction=reduction)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -58,7 +58,7 @@ def case_again():
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_error_is_at_most_twice_torch(reduction, dtype):
     x, w, target = case(dtype=dtype, rows=129)
-    actual = results(linear_cross_entropy, x, w, target, reduction=reduction, chunk_rows=40)
+    actual = results(linear_cross_entropy, x, w, target, reduction=reduction, chunk=40)
     own = results(stock, x, w, target, reduction=reduction)
     oracle = results(stock, x.double(), w.double(), target, reduction=reduction)
     for value, exact, by_torch in zip(actual, oracle, own, strict=True):
@@ -68,7 +68,7 @@ def test_error_is_at_most_twice_torch(reduction, dtype):
 def test_leading_dimensions_and_per_token_losses():
     x, w, target = case(rows=36)
     loss = linear_cross_entropy(
-        x.view(3, 4, 3, 11), w, target.view(3, 4, 3), reduction="none", chunk_rows=5
+        x.view(3, 4, 3, 11), w, target.view(3, 4, 3), reduction="none", chunk=5
     )
     assert loss.shape == (3, 4, 3)
     torch.testing.assert_close(loss.flatten(), stock(x, w, target, reduction="none"))
@@ -134,7 +134,7 @@ def test_weight_gradient_adds_up_in_float32():
     x = torch.ones(2048, 1, dtype=torch.bfloat16, requires_grad=True)
     w = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     target = torch.zeros(2048, dtype=torch.int64)
-    linear_cross_entropy(x, w, target, reduction="sum", chunk_rows=1).backward()
+    linear_cross_entropy(x, w, target, reduction="sum", chunk=1).backward()
     torch.testing.assert_close(w.grad.float(), torch.tensor([[-1024.0], [1024.0]]))
 
 
@@ -156,7 +156,7 @@ def products(monkeypatch):
 @pytest.mark.parametrize(("reduction", "count"), [("mean", 3), ("sum", 3), ("none", 4)])
 def test_products_and_rows_of_logits_alive(reduction, count, products):
     x, w, target = case(rows=40)
-    linear_cross_entropy(x, w, target, reduction=reduction, chunk_rows=8).sum().backward()
+    linear_cross_entropy(x, w, target, reduction=reduction, chunk=8).sum().backward()
     assert len(products) == count * 5
     assert {rows for rows, columns in products if columns == 23} == {8}
 
@@ -246,5 +246,5 @@ def test_arguments_that_do_not_fit():
         linear_cross_entropy(x, w, target.float())
     with pytest.raises(ProgramError, match="one dtype"):
         linear_cross_entropy(x, w.float(), target)
-    with pytest.raises(ProgramError, match="chunk_rows=0"):
-        linear_cross_entropy(x, w, target, chunk_rows=0)
+    with pytest.raises(ProgramError, match="chunk=0"):
+        linear_cross_entropy(x, w, target, chunk=0)

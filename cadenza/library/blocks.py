@@ -123,6 +123,33 @@ def linear_loss(x, w, target, *, ignore_index=-100):
     return _token_loss(L.linear(x, w), target, ignore_index)
 
 
+@block(shapes={"x": "M D", "w": "V D", "target": "M 1"})
+def vocabulary_part(x, w, target):
+    """Of one chunk of classes: each row's largest logit, log-sum-exp below it, target's logit."""
+    logits = L.stored(L.linear(x, w))
+    top = L.row_max(logits)
+    return {"top": top, "total": L.logsumexp(logits, top), "picked": L.pick(logits, target)}
+
+
+@block(shapes={"x": "M D", "w": "V D", "target": "M 1", "top": "M 1", "total": "M 1",
+               "adjoint": "M 1"})  # fmt: skip
+def vocabulary_gradient(x, w, target, top, total, adjoint, *, dtype, needed):
+    """Of one chunk of classes: its part of dx [M, D] in `dtype`, and dw [V, D].
+
+    `top` and `total` are those of all classes, `adjoint` the loss's; bits 1 and 2 of `needed` ask
+    for dx and dw.
+    """
+    logits = L.stored(L.linear(x, w))
+    p = adjoint * L.exp((logits - top) - total)
+    d = p - L.where(L.column_index(logits) == target, adjoint, 0.0)
+    gradients = {}
+    if needed & 1:
+        gradients["x"] = L.cast(L.matmul(d, w), dtype)
+    if needed & 2:
+        gradients["w"] = L.matmul(d, x, transpose_a=True)
+    return gradients
+
+
 # --- a decoder layer as a unit -------------------------------------------------------------------
 
 

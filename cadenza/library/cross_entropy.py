@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from cadenza.backends import chosen
-from cadenza.core.errors import CadenzaError, ProgramError
+from cadenza.core.errors import ProgramError
 from cadenza.library.autocast import autocast_dtype, without_autocast
 from cadenza.library.blocks import linear_loss
+from cadenza.library.lean import check_range, no_double_backward, once
 from cadenza.library.specialize import Call
 
 Tensor = torch.Tensor
@@ -32,28 +33,43 @@ def linear_cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
-    chunk_rows: int | None = None,
+    chunk: int | None = None,
+    lean: bool = False,
 ) -> Tensor:
     """The cross-entropy of logits x @ w.T against `target`, as F.cross_entropy of F.linear.
 
     x [..., D] and w [V, D] share a dtype; target [...] holds int64 classes, rows of `ignore_index`
     don't count. Returns float32 (float64 for float64): a scalar, the mean over the rows that
-    count or the sum, or the loss of each row [...]. At most `chunk_rows` rows of logits exist at a
-    time. Raises ProgramError for shapes, dtypes or arguments that don't fit, and IndexError for a
-    class outside [0, V) on a CPU; on a GPU that row's loss is NaN.
+    count or the sum, or the loss of each row [...].
+
+    At most `chunk` rows of logits exist at a time. `lean` takes `chunk` classes at a time instead
+    and computes logits again in backward: four products, and no memory beside the gradients. Raises
+    ProgramError for shapes, dtypes or arguments that don't fit, and IndexError for a class outside
+    [0, V) on a CPU; on a GPU that row's loss is NaN.
     """
-    rows = max(128, CHUNK_ELEMENTS // w.shape[0]) if chunk_rows is None else chunk_rows
-    _check(x, w, target, reduction, rows)
+    other = max(1, target.numel() if lean else w.shape[0])
+    size = max(128, CHUNK_ELEMENTS // other) if chunk is None else chunk
+    _check(x, w, target, reduction, size)
     call = _call(autocast_dtype(x), ignore_index)
-    matrix, classes = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    batch = (x.reshape(-1, x.shape[-1]), w, target.reshape(-1), call, size)
+    if lean:
+        losses = torch.ops.cadenza.cross_entropy_lean(*batch)[0]
+    elif reduction == "none":
+        losses = torch.ops.cadenza.cross_entropy_rows(*batch)
+    else:
+        needed = (X * x.requires_grad + W * w.requires_grad) if torch.is_grad_enabled() else 0
+        losses = torch.ops.cadenza.cross_entropy_sum(*batch, needed)[0]
+    return _reduced(losses, target, ignore_index, reduction)
+
+
+def _reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """The loss of each row, the sum, or the mean over the rows that count (NaN if none do)."""
     if reduction == "none":
-        loss = torch.ops.cadenza.cross_entropy_rows(matrix, w, classes, call, rows)
-        return loss.reshape(target.shape)
-    needed = (X * x.requires_grad + W * w.requires_grad) if torch.is_grad_enabled() else 0
-    total = torch.ops.cadenza.cross_entropy_sum(matrix, w, classes, call, rows, needed)[0]
+        return losses.reshape(target.shape)
+    total = losses.sum()
     if reduction == "sum":
         return total
-    count = (classes != ignore_index).sum()
+    count = (target != ignore_index).sum()
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
@@ -67,9 +83,9 @@ def _check(x: Tensor, w: Tensor, target: Tensor, reduction: str, rows: int) -> N
     if reduction not in REDUCTIONS or rows < 1:
         raise ProgramError(
             "linear_cross_entropy",
-            found=f"reduction={reduction!r}, chunk_rows={rows}",
-            expected=f"a reduction of {', '.join(REDUCTIONS)}, and at least one row",
-            write="reduction='mean', and chunk_rows=None for a size of our choice",
+            found=f"reduction={reduction!r}, chunk={rows}",
+            expected=f"a reduction of {', '.join(REDUCTIONS)}, and at least one row at a time",
+            write="reduction='mean', and chunk=None for a size of our choice",
         )
     if w.dim() != 2 or x.dim() < 1 or x.shape[-1] != w.shape[1] or x.shape[:-1] != target.shape:
         raise ProgramError(
@@ -84,15 +100,6 @@ def _check(x: Tensor, w: Tensor, target: Tensor, reduction: str, rows: int) -> N
             expected="class numbers in torch.int64",
             write="target.long(); probabilities as targets are not supported",
         )
-
-
-def _check_range(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Raises on a CPU; a GPU would have to be waited for."""
-    if target.device.type != "cpu":
-        return
-    wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
-    if bool(wrong.any()):
-        raise IndexError(f"target {int(target[wrong][0])} is outside of [0, {classes})")
 
 
 class _Gradients:
@@ -161,15 +168,11 @@ torch.library.define(
 )
 
 
-def _ignored(call: str) -> int:
-    return int(dict(Call.decode(call).constants)["ignore_index"])
-
-
 @torch.library.impl("cadenza::cross_entropy_sum", "CompositeExplicitAutograd")
 def _sum(
     x: Tensor, w: Tensor, target: Tensor, call: str, rows: int, needed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_range(target, w.shape[0], _ignored(call))
+    check_range(target, w.shape[0], call)
     losses, gradients = _run(_Batch(x, w, target, call, rows), needed)
     return losses.sum(), gradients.x, gradients.w
 
@@ -183,12 +186,15 @@ def _(x: Tensor, w: Tensor, target: Tensor, call: str, rows: int, needed: int) -
 
 def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.needed, ctx.dtypes = inputs[5], (inputs[0].dtype, inputs[1].dtype)
+    ctx.set_materialize_grads(False)  # else autograd makes zeros as large as both gradients
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[1:])
 
 
-def _sum_backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    scale = _once(scale)
+def _sum_backward(ctx: Any, scale: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if scale is None:
+        return (None,) * 6
+    scale = once(scale)
     scaled = [
         torch.ops.cadenza.scaled_gradient(gradient, scale, dtype) if ctx.needed & bit else None
         for gradient, dtype, bit in zip(ctx.saved_tensors, ctx.dtypes, (X, W), strict=True)
@@ -199,12 +205,6 @@ def _sum_backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]
 torch.library.register_autograd(
     "cadenza::cross_entropy_sum", _sum_backward, setup_context=_sum_context
 )
-
-
-def _once(adjoint: Tensor) -> Tensor:
-    """The adjoint; under create_graph=True one that makes further use of a gradient an error."""
-    needless = adjoint.requires_grad or not torch.is_grad_enabled()
-    return adjoint if needless else adjoint.detach().requires_grad_()
 
 
 @torch.library.impl("cadenza::scaled_gradient", "CompositeExplicitAutograd")
@@ -220,7 +220,7 @@ def _(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.impl("cadenza::cross_entropy_rows", "CompositeExplicitAutograd")
 def _rows(x: Tensor, w: Tensor, target: Tensor, call: str, rows: int) -> Tensor:
-    _check_range(target, w.shape[0], _ignored(call))
+    check_range(target, w.shape[0], call)
     return _run(_Batch(x, w, target, call, rows), 0)[0]
 
 
@@ -253,7 +253,7 @@ def _rows_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _rows_backward(ctx: Any, adjoint: Tensor) -> tuple[Tensor | None, ...]:
-    adjoint = _once(adjoint)
+    adjoint = once(adjoint)
     needed = X * ctx.needs_input_grad[0] + W * ctx.needs_input_grad[1]
     results = torch.ops.cadenza.cross_entropy_rows_backward(
         adjoint, list(ctx.saved_tensors), ctx.call, ctx.rows, needed
@@ -267,12 +267,5 @@ torch.library.register_autograd(
 )
 
 
-def _no_double_backward(ctx: Any, *gradients: Any) -> None:
-    raise CadenzaError(
-        "linear_cross_entropy can be differentiated once\n"
-        "  write:    F.cross_entropy(F.linear(x, w), target) where a second derivative is needed"
-    )
-
-
-torch.library.register_autograd("cadenza::scaled_gradient", _no_double_backward)
-torch.library.register_autograd("cadenza::cross_entropy_rows_backward", _no_double_backward)
+torch.library.register_autograd("cadenza::scaled_gradient", no_double_backward)
+torch.library.register_autograd("cadenza::cross_entropy_rows_backward", no_double_backward)
