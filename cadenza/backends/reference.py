@@ -14,6 +14,7 @@ import torch
 
 from cadenza.backends.meaning import MEANING
 from cadenza.backends.partials import COLUMNS, ROWS
+from cadenza.backends.reuse import Reuse
 from cadenza.backends.steps import Owner, Step, Steps, Values, torch_dtype
 from cadenza.core.ir import Node
 from cadenza.core.ops import REAL, Op
@@ -121,8 +122,14 @@ class _KernelRun:
 
     def __init__(self, executable: Executable, kernel: Kernel) -> None:
         self.kernel, self.tile = kernel, executable.tile
-        self.body: list[tuple[Node, Step]] = [(n, executable.steps.step(n)) for n in kernel.body]
+        kept = [*kernel.stores, *(r.inputs[0] for r in kernel.reductions)]
+        self.reuse = Reuse(kernel.product, kernel.body, kept)
+        self.body = [(n, self._step(executable.steps, n), self.reuse.spent(n)) for n in kernel.body]
         self.reductions = [(r, _spread_over(r)) for r in kernel.reductions]
+
+    def _step(self, steps: Steps, node: Node) -> Step:
+        in_place = self.reuse.in_place(node)
+        return steps.step(node) if in_place is None else lambda values, rows: in_place(values)
 
     def run(self, memory: _Memory) -> None:
         """Computes, stores and reduces."""
@@ -134,8 +141,10 @@ class _KernelRun:
             del operands
         values |= {node: memory.load(node) for node in kernel.loads}
         values |= {node: memory.vector(node) for node in kernel.vectors}
-        for node, step in self.body:
+        for node, step, spent in self.body:
             values[node] = step(values, memory.rows)
+            for value in spent:
+                del values[value]
         for node in kernel.stores:
             memory.store(node, values[node])
         for node, shape in self.reductions:
@@ -169,4 +178,3 @@ def _spread_over(reduction: Node) -> Callable[[Values, int], Tensor]:
 def compile_plan(plan: Plan, tile: int | None = None) -> Executable:
     """A plan made ready to run."""
     return Executable(plan, tile)
-
