@@ -32,7 +32,7 @@ LAYERS = ("core", "backends", "library", "integrations", "surface", "tools", "__
 # to be argued for.
 TENSORS = frozenset({"torch", "numpy"})
 PACKAGES = {
-    "core": frozenset({"networkx"}),
+    "core": frozenset({"networkx", "numpy"}),
     "backends": TENSORS | {"triton"},
     "library": TENSORS | {"safetensors"},
     "integrations": TENSORS | {"safetensors", "transformers"},

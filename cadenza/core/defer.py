@@ -38,7 +38,8 @@ class Deferral:
     """Rewrites products and reductions of one program, in the order in which kernels run.
 
     `ready` are the values that exist from the start (in backward, all of forward's), `stored`
-    those that forward stores anyway.
+    those that forward stores anyway, `fixed` those that stay as they are (in backward, what
+    forward computes: it would be computed again in another form).
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Deferral:
         stored: Container[Node] = (),
         rules: Iterable[str] = RULES,
         backward: bool = False,
+        fixed: Container[Node] = (),
     ) -> None:
+        self.fixed = fixed
         self.ready, self.stored, self.rules = ready, stored, set(rules)
         self.backward = backward
         self.readiness = Readiness(ready)
@@ -58,7 +61,7 @@ class Deferral:
         done: dict[Node, Node] = {}
         for node in topological(roots):
             current = rebuild(node, [done[i] for i in node.inputs])
-            made = self._rewrite(current)
+            made = None if current in self.fixed else self._rewrite(current)
             done[node] = current if made is None else made
             self.readiness.stage(done[node])
         results = [done[root] for root in roots]
@@ -171,7 +174,8 @@ class Deferral:
         if (not outer and term.coefficient == 1.0) or not inner.matrices:
             return None
         reduced = node.builder.make(node.op, (build(inner, node.builder),), {})
-        return build(Monomial(term.coefficient, {**outer, reduced: 1}), node.builder)
+        whole = Monomial(term.coefficient, outer).times(Monomial(1.0, {reduced: 1}))
+        return build(whole, node.builder)
 
     def _merged(self, node: Node) -> Node | None:
         a, b = node.inputs
@@ -188,9 +192,10 @@ class Deferral:
         done: dict[Node, Node] = {}
         for node in topological(roots):
             current = rebuild(node, [done[i] for i in node.inputs])
-            partial = _partial_of(current, made, done)
+            partial = None if current in self.fixed else _partial_of(current, made, done)
             current = current if partial is None else partial
-            merged = self._rewrite(current) if current.op is Op.ADD else None
+            adds = current.op is Op.ADD and current not in self.fixed
+            merged = self._rewrite(current) if adds else None
             done[node] = current if merged is None else merged
             self.readiness.stage(done[node])
         return [done[root] for root in roots]

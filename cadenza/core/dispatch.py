@@ -5,14 +5,16 @@ So the same function is a program and plain tensor code. Back ends register thei
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from cadenza.core.errors import ProgramError
 from cadenza.core.ir import Node
 from cadenza.core.ops import Op
 
 Value = Any  # a Node while tracing, a tensor of a registered type otherwise
+Function = TypeVar("Function", bound=Callable[..., Any])
 _EVALUATORS: dict[type, Callable[..., Any]] = {}
 
 
@@ -41,3 +43,17 @@ def apply(op: Op, *values: Value, **attributes: Any) -> Value:
         expected="a value of the program, or a tensor",
         write="one value an argument; for numbers alone Python's math",
     )
+
+
+def composite(function: Function) -> Function:
+    """A function of the language over several operations: values made in a call belong together."""
+
+    @functools.wraps(function)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Node):
+                with value.builder.one_function():
+                    return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return traced  # type: ignore[return-value]  # the same signature, by wraps

@@ -19,6 +19,11 @@ POSITIVE = (Op.RSQRT, Op.EXP)
 ADDITIVE = (Op.ADD, Op.SUB, Op.NEG, Op.SPLIT, Op.JOIN, Op.COLUMNS, Op.CONCAT)
 
 
+def is_positive_column(node: Node) -> bool:
+    """Whether a value is a column that is positive by its operation."""
+    return kind(node) == "column" and node.op in POSITIVE
+
+
 def euler_adjoint(
     column: Node, order: Sequence[Node], outputs: Sequence[Node], adjoints: Mapping[Node, Node]
 ) -> Node | None:
@@ -26,7 +31,7 @@ def euler_adjoint(
 
     `order` are the nodes of the program in topological order, `adjoints` those of its outputs.
     """
-    if kind(column) != "column" or column.op not in POSITIVE:
+    if not is_positive_column(column):
         return None
     output = _only_affine_exit(column, order, set(outputs))
     if output is None or output not in adjoints:

@@ -7,7 +7,8 @@ authors and the compiler's own rules write ordinary expressions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -138,6 +139,8 @@ class Builder:
         self.autocast = autocast
         self.tracing = False
         self.names: dict[Node, str] = {}
+        self.functions: dict[Node, int] = {}
+        self._function: int | None = None
         self._interned: dict[Any, Node] = {}
         self._count = 0
 
@@ -158,7 +161,19 @@ class Builder:
         if node is None:
             kind = op.infer(tuple(i.type for i in inputs), ordered)
             node = self._interned[key] = Node(self, op, inputs, ordered, kind)
+            if self._function is not None:
+                self.functions[node] = self._function
         return node
+
+    @contextmanager
+    def one_function(self) -> Iterator[None]:
+        """What is made inside is one function of the language: the outermost, a number of it."""
+        outer = self._function
+        self._function = self.count() if outer is None else outer
+        try:
+            yield
+        finally:
+            self._function = outer
 
     def apply(self, op: Op, *values: object, **attributes: Any) -> Node:
         """`make` for authors: numbers are lifted, and a wrong use is explained."""

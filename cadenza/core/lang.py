@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from cadenza.core.dispatch import Value
+from cadenza.core.dispatch import Value, composite
 from cadenza.core.errors import ProgramError
 from cadenza.core.primitives import (
     abs,
@@ -70,21 +70,25 @@ def __getattr__(name: str) -> Any:
 # --- activations ---------------------------------------------------------------------------------
 
 
+@composite
 def relu(x: Value) -> Value:
     """max(x, 0); its derivative at 0 is 0."""
     return where(x > 0.0, x, 0.0)
 
 
+@composite
 def relu2(x: Value) -> Value:
     """relu(x)²."""
     return relu(x) ** 2
 
 
+@composite
 def silu(x: Value) -> Value:
     """x · sigmoid(x)."""
     return x * sigmoid(x)
 
 
+@composite
 def gelu(x: Value, approximate: str = "none") -> Value:
     """x · Φ(x), by erf ("none") or by tanh ("tanh"), as torch.nn.functional.gelu."""
     if approximate == "none":
@@ -96,29 +100,34 @@ def gelu(x: Value, approximate: str = "none") -> Value:
     )
 
 
+@composite
 def softcap(x: Value, cap: float) -> Value:
     """cap · tanh(x / cap), as in Gemma 2."""
     return cap * tanh(x / cap)
 
 
+@composite
 def swiglu(x: Value) -> Value:
     """silu(gate) · up of x = [gate; up]: [M, 2F] to [M, F]."""
     gate, up = split(x)
     return silu(gate) * up
 
 
+@composite
 def geglu(x: Value, approximate: str = "none") -> Value:
     """gelu(gate) · up of x = [gate; up]: [M, 2F] to [M, F]."""
     gate, up = split(x)
     return gelu(gate, approximate) * up
 
 
+@composite
 def reglu(x: Value) -> Value:
     """relu(gate) · up of x = [gate; up]: [M, 2F] to [M, F]."""
     gate, up = split(x)
     return relu(gate) * up
 
 
+@composite
 def dropout(x: Value, p: float, seed: Value) -> Value:
     """x / (1 - p) where a random number reaches p, else 0; the same in forward and backward."""
     if not 0.0 <= p < 1.0:
@@ -134,12 +143,14 @@ def dropout(x: Value, p: float, seed: Value) -> Value:
 # --- norms and rotary embedding ------------------------------------------------------------------
 
 
+@composite
 def rms_norm(x: Value, w: Value, eps: float = 1e-6, offset: float = 0.0) -> Value:
     """x · rsqrt(mean(x²) + eps) · (w + offset); w [1, N] or None; offset 1 as in Gemma."""
     y = x * rsqrt(row_mean(x**2) + eps)
     return y if w is None else y * (w + offset if offset else w)
 
 
+@composite
 def layer_norm(x: Value, w: Value, b: Value = None, eps: float = 1e-5) -> Value:
     """(x - mean) · rsqrt(variance + eps) · w + b; w and b [1, N] or None."""
     y = (x - row_mean(x)) * rsqrt(row_variance(x) + eps)
@@ -147,6 +158,7 @@ def layer_norm(x: Value, w: Value, b: Value = None, eps: float = 1e-5) -> Value:
     return y if b is None else y + b
 
 
+@composite
 def qk_norm(
     x: Value, w: Value, head_dim: int, heads: int | None = None, eps: float = 1e-6
 ) -> Value:
@@ -169,6 +181,7 @@ def qk_norm(
     return y if width == x.shape[1] else concat(y, columns(x, width, x.shape[1]))
 
 
+@composite
 def rope(
     x: Value,
     cos: Value,

@@ -1,7 +1,7 @@
 """From a function and a signature to a forward and a backward plan: one straight function.
 
     program  = simplify(trace(function, signature))      the function is run, never read
-    deferred = simplify(defer(lower(program)))
+    deferred = simplify(lower(defer(lower(program))))
     first    = schedule(deferred)                        for the outputs alone
     joint    = simplify(defer(lower(simplify(differentiate(deferred)))))
     saved    = the cut of fewest bytes: it adds stores to forward and changes none
@@ -89,7 +89,8 @@ def differentiate_program(
     """
     names = set(needed)
     options: dict[str, Any] = {} if deferral else {"rules": ()}
-    graph = verify(simplify(verify(defer(verify(lower(program)), **options))))
+    graph = verify(defer(verify(lower(program)), **options))
+    graph = verify(simplify(verify(lower(graph))))
     first = schedule(graph)
     wanted = [i for i in graph.inputs if i.attributes["name"] in names and i.type.kind == REAL]
     differentiable = dependent(graph, wanted)
@@ -114,7 +115,8 @@ def _deferred(
 ) -> Graph:
     """Gradients with deferral: all of forward is ready, and what it stores is known."""
     stored = {node for kernel in first.kernels for node in kernel.stores} | set(joint.inputs)
-    return defer(joint, ready=_Forward(adjoints), stored=stored, backward=True, **options)
+    own: dict[str, Any] = {"ready": _Forward(adjoints), "stored": stored, "backward": True}
+    return defer(joint, **own, fixed=set(first.graph.nodes()), **options)
 
 
 class _Forward:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from cadenza.core.errors import VerificationError
 from cadenza.core.ir import Graph, Node
+from cadenza.core.locality import Ties
 from cadenza.core.ops import Op
 from cadenza.core.readiness import is_vector, reduces_matrix
 
@@ -79,6 +80,9 @@ def _verify_kernel(kernel: Kernel, stored: set[Node], reduced: set[Node], place:
         for operand in kernel.product.inputs:
             _hold(operand in stored or is_vector(operand), f"{place}: {operand!r} is not stored")
         inside.add(kernel.product)
+        ties = Ties(kernel.product)
+        for node in kernel.body:
+            _hold(not node.type.is_matrix or ties.admit(node), f"{place}: no tile holds {node!r}")
     for load in kernel.loads:
         _hold(load in stored, f"{place}: loads {load!r}, which is not stored")
     known = inside | set(kernel.loads) | set(kernel.vectors)

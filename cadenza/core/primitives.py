@@ -9,7 +9,7 @@ from __future__ import annotations
 from keyword import iskeyword
 from typing import Any
 
-from cadenza.core.dispatch import Value, apply
+from cadenza.core.dispatch import Value, apply, composite
 from cadenza.core.errors import ProgramError
 from cadenza.core.ir import Node
 from cadenza.core.ops import Op
@@ -157,6 +157,7 @@ def row_sum(x: Value) -> Value:
     return apply(Op.ROW_SUM, x)
 
 
+@composite
 def row_mean(x: Value) -> Value:
     """The mean of each row, [M, 1]."""
     return row_sum(x) / x.shape[1]
@@ -200,6 +201,7 @@ def group_max(x: Value, size: int) -> Value:
     return apply(Op.GROUP_MAX, x, size=size)
 
 
+@composite
 def pick(x: Value, index: Value) -> Value:
     """The element of each row at column `index` [M, 1], as [M, 1]; 0 where it is out of range."""
     if isinstance(index, Node) and index.type.columns != 1:
@@ -223,6 +225,7 @@ def matmul(a: Value, b: Value, transpose_a: bool = False, transpose_b: bool = Fa
     return apply(Op.MATMUL, a, b, transpose_a=transpose_a, transpose_b=transpose_b)
 
 
+@composite
 def linear(x: Value, w: Value, bias: Value = None) -> Value:
     """x [M, K] @ w[N, K].T + bias [1, N]: [M, N], as torch.nn.functional.linear."""
     y = matmul(x, w, transpose_b=True)

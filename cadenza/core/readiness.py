@@ -1,7 +1,8 @@
 """When a value exists: the one notion that deferral, sharing and placement ask.
 
 A stage is (i, d): (i, 0) is tile by tile inside product kernel i, (i, d) is d passes after it, and
-(0, 0) is at hand from the start. A reduction of a matrix is finished one pass after its argument.
+(0, 0) is at hand from the start. A reduction of a matrix is finished one pass after its argument,
+and a value that no tile can hold is made one pass after its product.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Container
 from typing import NamedTuple
 
 from cadenza.core.ir import Node, topological
+from cadenza.core.locality import Ties
 from cadenza.core.ops import Op
 
 
@@ -66,6 +68,7 @@ class Readiness:
         self.ready, self.later = ready, later
         self.products: list[Node] = []
         self._known: dict[Node, Stage] = {}
+        self._tied: dict[int, Ties] = {}
 
     def stage(self, node: Node) -> Stage:
         """When the value exists."""
@@ -87,4 +90,11 @@ class Readiness:
         if reduces_matrix(node):
             others = [self.stage(i) for i in node.inputs[1:]]
             return max([self.later(node, self.stage(node.inputs[0])), *others])
+        if latest.in_product and not self._ties(latest.kernel).admit(node):
+            return latest.later
         return latest
+
+    def _ties(self, kernel: int) -> Ties:
+        if kernel not in self._tied:
+            self._tied[kernel] = Ties(self.products[kernel - 1])
+        return self._tied[kernel]

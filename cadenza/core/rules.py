@@ -84,7 +84,19 @@ def one_column(node: Node) -> Node | None:
         return None
     position = node.attributes["start" if node.op is Op.COLUMNS else "part"]
     here = L.column_index(x) == float(position)
-    return L.row_sum(L.where(here, x, 0.0))
+    single: Node = L.row_sum(L.where(here, x, 0.0))
+    return single
+
+
+def columns_of_scaled(node: Node) -> Node | None:
+    """columns(x · c) = columns(x) · c for a column c: each range has a scaling of its own."""
+    if node.op is not Op.COLUMNS or node.inputs[0].op is not Op.MUL:
+        return None
+    x, column = node.inputs[0].inputs
+    if x.type.columns == 1 or column.type.columns != 1:
+        return None
+    narrow = node.builder.make(Op.COLUMNS, (x,), node.attributes)
+    return node.builder.make(Op.MUL, (narrow, column), {})
 
 
 def outer_product(node: Node) -> Node | None:
@@ -200,6 +212,7 @@ SIMPLIFY: dict[str, Rule] = {
 LOWER: dict[str, Rule] = {
     "a group of all columns is the row": group_of_all,
     "one column is a reduction": one_column,
+    "columns(x * c) = columns(x) * c": columns_of_scaled,
 }
 
 

@@ -30,12 +30,27 @@ def free_name(name: str, taken: set[str]) -> str:
     return name
 
 
+def parts(outputs: Iterable[Node]) -> dict[Node, tuple[Node, int]]:
+    """The values that outputs are concatenated of: the output, and the column where each starts.
+
+    Such a value can be read from the output, so it need not be kept.
+    """
+    found: dict[Node, tuple[Node, int]] = {}
+    for output in outputs:
+        start = 0
+        for part in output.inputs if output.op is Op.CONCAT else ():
+            if part.type.rows == output.type.rows and part.type.is_matrix:
+                found.setdefault(part, (output, start))
+            start += int(part.type.columns)
+    return found
+
+
 def save(graph: Graph, joint: Graph, adjoints: set[Node]) -> list[Node]:
     """What forward keeps for backward: the cut of fewest bytes; inputs and outputs are free.
 
     Products and reductions that the outputs need are never computed again.
     """
-    forward, outputs = set(graph.nodes()), set(graph.outputs)
+    forward, outputs = set(graph.nodes()), {*graph.outputs, *parts(graph.outputs)}
     stored = storage_dtypes(topological(graph.outputs), compute_dtype(graph))
 
     def weight(node: Node) -> float:
@@ -90,12 +105,19 @@ def from_saved(joint: Graph, forward: Graph, graph: Graph) -> tuple[Graph, tuple
             name = free_name(f"y_{label}" if place < len(graph.outputs) else label, taken)
             fresh[node] = new_input(node, name, stored[node])
             position[fresh[node]] = place
+    for part, (output, start) in parts(graph.outputs).items():
+        if part not in fresh and part.op is not Op.INPUT:
+            fresh[part] = _columns(fresh[output], start, int(part.type.columns))
     outputs = _substitute(joint.outputs, fresh)
     used = set(topological(outputs))
     values = [v for v in position if v in used]
     inputs = (*values, *(i for i in joint.inputs if i in used and i not in position))
     program = Graph(joint.name, inputs, tuple(outputs), joint.labels, "dict")
     return program, tuple(position[v] for v in values)
+
+
+def _columns(x: Node, start: int, width: int) -> Node:
+    return x.builder.make(Op.COLUMNS, (x,), {"start": start, "stop": start + width})
 
 
 def _substitute(roots: Iterable[Node], fresh: Mapping[Node, Node]) -> list[Node]:

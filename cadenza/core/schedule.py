@@ -237,7 +237,7 @@ class _Walk:
             return
         elif is_vector(node) and not self._held(node):
             self.vectors[node] = None
-        elif node in self.scheduler.stored and not (native and node.inputs):
+        elif self._loads(node, native):
             self.loads[node] = None
         elif not native and not is_vector(node) and not self.again:
             self.foreign[node] = None
@@ -245,6 +245,12 @@ class _Walk:
             for source in node.inputs:
                 self.visit(source)
             self.body[node] = None
+
+    def _loads(self, node: Node, native: bool) -> bool:
+        """Whether a stored matrix is loaded: a kernel before the one that stores it can't."""
+        if node in self.scheduler.hitched:
+            return self.scheduler.host(node) < self.key
+        return node in self.scheduler.stored and not (native and node.inputs)
 
     def _held(self, vector: Node) -> bool:
         """Whether a pointwise kernel, which holds whole rows, finishes this vector itself."""

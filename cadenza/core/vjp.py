@@ -16,9 +16,10 @@ from typing import Any
 
 from cadenza.core import lang as L
 from cadenza.core.errors import CadenzaError
-from cadenza.core.euler import euler_adjoint
+from cadenza.core.euler import euler_adjoint, is_positive_column
 from cadenza.core.ir import Node, topological
 from cadenza.core.ops import REAL, Op, Type
+from cadenza.core.saved import parts
 from cadenza.core.storage import storage_dtype
 
 Value = Any  # a Node, in the language of values
@@ -92,10 +93,14 @@ def _part_of_concat(position: int) -> Callable[..., Node]:
     return part
 
 
-def _sum_of_tiles(g: Node, y: Node, x: Node) -> Value:
-    width = int(x.type.columns)
+def _sum_of_tiles(g: Value, y: Node, x: Node) -> Value:
+    """Halves are added while the number of tiles is even, then single tiles."""
+    width, times = int(x.type.columns), int(y.attributes["times"])
+    while times % 2 == 0:
+        first, second = L.split(g)
+        g, times = first + second, times // 2
     total = L.columns(g, 0, width)
-    for start in range(width, int(y.type.columns), width):
+    for start in range(width, width * times, width):
         total = total + L.columns(g, start, start + width)
     return total
 
@@ -194,11 +199,14 @@ def differentiate(
         contributions[output].append((adjoint, output.type))
     adjoints: dict[Node, Node] = {}
     exits = [output for output, _ in pairs]
+    known = {*exits, *parts(exits)} if euler else set()
     for node in reversed(order):
         if node in contributions and node in needed:
             rule = euler_adjoint(node, order, exits, adjoints) if euler else None
             adjoints[node] = _adjoint(contributions[node], node.type) if rule is None else rule
             _backpropagate(node, adjoints[node], contributions, needed)
+            if node in known:
+                _from_result(node, adjoints[node], contributions)
     return {i: spread(adjoints[i], i.type) for i in wanted if i in adjoints}
 
 
@@ -225,6 +233,13 @@ def _backpropagate(node: Node, g: Node, contributions: Contributions, needed: se
         if argument in needed and row is not None and argument.type.kind == REAL:
             full = _full_type(node, argument)
             contributions[argument].append((row(g, node, *node.inputs), full))
+
+
+def _from_result(node: Node, g: Node, contributions: Contributions) -> None:
+    """y = x · c: dc = rowsum(g · y) / c where y is at hand after forward and x need not be."""
+    scaling = node.inputs[1] if node.op is Op.MUL else None
+    if scaling is not None and is_positive_column(scaling) and scaling in contributions:
+        contributions[scaling][-1] = (g * node / scaling, node.type)
 
 
 def _row(node: Node) -> Row:

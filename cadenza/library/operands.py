@@ -220,6 +220,11 @@ def _evaluate(token: str, sizes: dict[str, int], actual: int) -> int:
     return _value(tree, sizes | {u: sizes.get(u, 1) for u in unknown})
 
 
+def size_of(token: str, sizes: Mapping[str, int]) -> int:
+    """The value of a declared size such as `2*F`. Raises KeyError for a name without a size."""
+    return _value(_parsed(token), sizes)
+
+
 @lru_cache(maxsize=1024)
 def _parsed(token: str) -> ast.expr:
     return ast.parse(token, mode="eval").body

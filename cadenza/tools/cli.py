@@ -110,5 +110,23 @@ def train(
     return run_training(given, out=out, resume=resume, steps=steps)
 
 
+@app.command()
+def explain(
+    target: str = typer.Argument(help="a built-in block, FILE.py:function or module:function"),
+    *,
+    size: list[str] | None = typer.Option(None, help="sizes by name: D=4096,F=14336"),
+    gpu: str = typer.Option("h100", help="the GPU of the rooflines"),
+    dtype: str = typer.Option("bfloat16", help="dtype of the operands"),
+    frozen: list[str] | None = typer.Option(None, help="operands that need no gradient: x,w"),
+    why: str | None = typer.Option(None, help="say why this value is stored, or is not"),
+    json: bool = typer.Option(False, "--json", help="print data for programs"),
+) -> int:
+    """Show what a block compiles to: kernels forward and backward, what is saved, what it costs."""
+    from cadenza.tools.explain import run_explain
+    from cadenza.tools.target import find_target
+
+    return run_explain(find_target(target, size or (), dtype, frozen or ()), gpu, why, json)
+
+
 if __name__ == "__main__":
     sys.exit(main())

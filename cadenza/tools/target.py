@@ -1,0 +1,167 @@
+"""What `explain` is asked about: a built-in block, or an author's own program with its sizes.
+
+Sizes have names, M for the rows; a declared shape is written in them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cadenza.core.errors import ProgramError
+from cadenza.core.ops import Dim, M
+from cadenza.core.trace import Operand, Signature
+from cadenza.library.blocks import BUILT_IN
+from cadenza.library.function import Program
+from cadenza.library.operands import size_of
+from cadenza.tools.fault import Fault
+
+DEFAULTS = {"M": 16384, "D": 4096, "F": 14336, "H": 32, "KV": 8, "HD": 128, "V": 128256}
+DTYPES = ("bfloat16", "float16", "float32")
+WHOLE_NUMBERS = ("target",)  # operands of built-in blocks that are no floating numbers
+UNTRAINED = ("cos", "sin", "target")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A program with a signature, the names of inputs that need gradients, and M."""
+
+    program: Program
+    signature: Signature
+    needed: tuple[str, ...]
+    rows: int
+
+
+def find_target(
+    text: str, sizes: Sequence[str] = (), dtype: str = "bfloat16", frozen: Sequence[str] = ()
+) -> Target:
+    """The target that a command names. Raises Fault when there is none, or a size is missing."""
+    if dtype not in DTYPES:
+        raise Fault(f"unknown --dtype {dtype!r}: one of {', '.join(DTYPES)}")
+    given = parse_sizes(sizes)
+    own = text not in BUILT_IN
+    program = _load(text) if own else BUILT_IN[text]
+    known = {**DEFAULTS, **given} if own else _built_in_sizes(text, given)
+    known = {**program.defaults, **known}
+    operands = tuple(_operand(program, name, known, dtype) for name in _operands(program, text))
+    names = [operand.name for operand in operands]
+    still = _frozen(frozen, names) | set(() if own else UNTRAINED)
+    constants = tuple((n, _constant(n, known)) for n in program.parameters if n not in names)
+    needed = tuple(name for name in names if name not in still)
+    return Target(program, Signature(operands, constants), needed, int(known["M"]))
+
+
+def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
+    """`D=4096,F=14336` as a dict; several texts add up."""
+    sizes = {}
+    for part in (part.strip() for text in texts for part in text.split(",")):
+        name, equals, number = (piece.strip() for piece in part.partition("="))
+        if not equals or not name.isidentifier() or not number.isdigit() or int(number) < 1:
+            raise Fault(f"--size {part!r} is no size: write a name and a number, as D=4096")
+        sizes[name] = int(number)
+    return sizes
+
+
+def _frozen(texts: Sequence[str], names: Sequence[str]) -> set[str]:
+    frozen = {part.strip() for text in texts for part in text.split(",")}
+    for name in sorted(frozen - set(names)):
+        raise Fault(f"--frozen {name!r} is no operand: the operands are {', '.join(names)}")
+    return frozen
+
+
+def _built_in_sizes(name: str, given: Mapping[str, int]) -> dict[str, Any]:
+    """The sizes of a built-in block: those given, defaults, and those that follow."""
+    for size in given:
+        if size not in DEFAULTS:
+            raise Fault(f"{name} has no size {size!r}: it has {', '.join(DEFAULTS)}")
+    sizes = {**DEFAULTS, **given}
+    if name == "gpt2":
+        sizes = {**sizes, "F": 4 * sizes["D"], "KV": sizes["H"], **given}
+    heads, key_value_heads, width = sizes["H"], sizes["KV"], sizes["HD"]
+    return sizes | {
+        "A": heads * width,
+        "N": (heads + 2 * key_value_heads) * width,
+        "R": width // 2,
+        "head_dim": width,
+        "heads": heads if name == "qwen3" else heads + key_value_heads,
+        "key_value_heads": key_value_heads,
+    }
+
+
+def _constant(name: str, known: Mapping[str, Any]) -> Any:
+    if name not in known:
+        raise Fault(f"parameter {name} has no shape and no default: add --size {name}=NUMBER")
+    return known[name]
+
+
+def _operands(program: Program, text: str) -> list[str]:
+    """The parameters with a declared shape; the others must have defaults or sizes."""
+    if not program.shapes:
+        raise Fault(
+            f"{text} declares no shapes: write @cz.block(shapes={{'x': 'M D', 'w': 'N D'}})"
+        )
+    return [name for name in program.parameters if name in program.shapes]
+
+
+def _operand(program: Program, name: str, known: Mapping[str, Any], dtype: str) -> Operand:
+    assert program.shapes is not None
+    rows, columns = (_size(token, name, known) for token in program.shapes[name].split())
+    if not isinstance(columns, int):
+        raise Fault(f"operand {name} of {program.__name__} has M columns: M counts rows alone")
+    whole = name in WHOLE_NUMBERS and program in BUILT_IN.values()
+    return Operand(name, rows, columns, "int64" if whole else dtype)
+
+
+def _size(token: str, operand: str, known: Mapping[str, Any]) -> Dim:
+    if token == M:
+        return M
+    try:
+        return size_of(token, known)
+    except KeyError as missing:
+        name = missing.args[0]
+    raise Fault(f"size {name} of operand {operand} is not known: add --size {name}=NUMBER")
+
+
+def _load(text: str) -> Program:
+    """The program `FILE.py:function` or `module:function`."""
+    place, _, name = text.rpartition(":")
+    if not place or not name:
+        built_in = ", ".join(BUILT_IN)
+        raise Fault(
+            f"unknown target {text!r}: one of {built_in}, FILE.py:function, module:function"
+        )
+    module = _module(place)
+    found = getattr(module, name, None)
+    if isinstance(found, Program):
+        return found
+    programs = [n for n, value in vars(module).items() if isinstance(value, Program)]
+    there = f"it has {', '.join(programs)}" if programs else "write @cz.block above a function"
+    raise Fault(f"{place} has no block or epilogue {name!r}: {there}")
+
+
+def _module(place: str) -> ModuleType:
+    try:
+        if not place.endswith(".py"):
+            sys.path.insert(0, str(Path.cwd()))
+            return importlib.import_module(place)
+        if not Path(place).is_file():
+            raise Fault(f"there is no file {place}")
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(module.__name__, module)
+        spec.loader.exec_module(module)
+    except ProgramError as error:
+        raise Fault(str(error)) from None
+    except Fault:
+        raise
+    except Exception as error:  # noqa: BLE001  # whatever an author's file does when it is run
+        raise Fault(f"{place} cannot be imported: {type(error).__name__}: {error}") from None
+    return module
