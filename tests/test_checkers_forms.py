@@ -53,7 +53,7 @@ FIXED = {"relation": "<", "exponent": 2, "value": 0.5, "rows": 1, "columns": 1}
 
 @pytest.mark.parametrize(("op", "name"), PRINTED)
 def test_a_printed_form_without_an_attribute(monkeypatch, op, name):
-    original = text._expression
+    original = text.expression
 
     def forgetful(node, inputs):
         if node.op is not op:
@@ -68,7 +68,7 @@ def test_a_printed_form_without_an_attribute(monkeypatch, op, name):
         **using(op).tensors(ROWS)
     )  # fmt: skip
     check_digest(chosen)
-    monkeypatch.setattr(text, "_expression", forgetful)
+    monkeypatch.setattr(text, "expression", forgetful)
     with pytest.raises(AssertionError):
         check_digest(chosen)
 
@@ -79,12 +79,20 @@ def constants() -> Graph:
     return cz.block(lambda x: L.row_sum(L.row_sum(x) * 0.1)).backward_graph(x)
 
 
+class NamelessPrinter(text._Printer):
+    """Calls every input x."""
+
+    def __init__(self, graph, names):
+        super().__init__(graph, names)
+        self.texts = dict.fromkeys(graph.inputs, text.Text("x"))
+
+
 @pytest.mark.parametrize("part", ["dtype", "rows", "columns", "name"])
 def test_a_header_without_a_part(monkeypatch, part):
     graph = using(Op.TANH).program().graph(**using(Op.TANH).tensors(ROWS))
     check_digest(graph)
     if part == "name":
-        monkeypatch.setattr(text, "_name", lambda node: "x")
+        monkeypatch.setattr(text, "_Printer", NamelessPrinter)
     else:
         keys = {"dtype": "float32", "rows": 1, "columns": 1}
         monkeypatch.setattr(
@@ -111,7 +119,7 @@ def test_a_printed_form_without_parentheses(monkeypatch):
     x = torch.ones(ROWS, 7)
     graph = cz.block(lambda x: (x - (x - 1.0)) * x).graph(x)
     check_round_trip(graph)
-    monkeypatch.setattr(text._Text, "within", lambda self, binding: self.text)
+    monkeypatch.setattr(text.Text, "within", lambda self, binding: self.text)
     with pytest.raises(AssertionError):
         check_round_trip(graph)
 

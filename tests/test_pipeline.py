@@ -34,7 +34,7 @@ def test_llama_saves_the_stream_the_raw_product_and_two_columns():
 
 def test_gradients_of_the_rotation_need_raw_queries_and_keys_besides():
     found = differentiate_program(llama(), LLAMA_NAMES)
-    assert saved(found)[-1] == "columns [M, 24]"
+    assert saved(found)[-1] == "mul [M, 24]", "columns of the product, scaled"
     assert len(saved(found)) == 5
 
 

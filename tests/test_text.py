@@ -4,6 +4,7 @@ A graph prints as a function that Python itself could parse and that `parse` rea
 equal graph; `test_parse` holds the reader to what it must refuse.
 """
 
+import dataclasses
 import inspect
 import math
 import os
@@ -193,7 +194,8 @@ def test_products_have_a_line_of_their_own(function, lines):
 def test_constants_of_any_shape(value, rows, columns, text):
     graph = program(lambda x: x, "x M 4")
     (x,) = graph.inputs
-    graph = graph.replace_outputs([x * x.builder.constant(value, rows, columns)])
+    product = x * x.builder.constant(value, rows, columns)
+    graph = dataclasses.replace(graph, outputs=(product,))
     assert show(graph).splitlines()[1] == f"    return x * {text}"
     assert_round_trip(graph)
 

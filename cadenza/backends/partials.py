@@ -51,8 +51,8 @@ def _online(x: Tensor) -> Online:
 
 
 def _relative(x: Tensor, top: Tensor) -> Tensor:
-    """exp(x - top), where top is −∞ only if all of x is."""
-    return torch.exp(x - torch.where(top == -math.inf, 0.0, top))
+    """exp(x - top), and exp(x) where top is infinite: −∞ if all of x is, +∞ if any is."""
+    return torch.exp(x - torch.where(top.isinf(), 0.0, top))
 
 
 def _merged_online(a: Online, b: Online) -> Online:

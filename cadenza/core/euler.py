@@ -84,10 +84,9 @@ def _substituted(node: Node, inputs: list[Node | None]) -> Node | None:
         return rebuild(node, given)
     if not given or node.op not in ADDITIVE:
         return None
-    if node.op is Op.ADD:
-        return given[0]
-    if node.op is Op.SUB:
-        return given[0] if inputs[0] is not None else -given[0]
+    if node.op in (Op.ADD, Op.SUB):
+        left = given[0] if node.op is Op.ADD or inputs[0] is not None else -given[0]
+        return left if left.type.columns == node.type.columns else left + _zeros(node)
     filled = [_zeros(i) if v is None else v for v, i in zip(inputs, node.inputs, strict=True)]
     return rebuild(node, filled)
 

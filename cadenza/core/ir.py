@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from functools import cached_property
 from typing import Any
 
 from cadenza.core.errors import ProgramError, VerificationError, author_line
@@ -282,15 +283,13 @@ class Graph:
     structure: str = "tuple"
     names: dict[Node, str] = field(default_factory=dict)
 
-    def nodes(self) -> list[Node]:
-        """Every node that an output depends on, inputs before uses."""
-        return topological(self.outputs)
+    @cached_property
+    def _order(self) -> tuple[Node, ...]:
+        return tuple(topological(self.outputs))
 
-    def replace_outputs(self, outputs: Iterable[Node]) -> Graph:
-        """The same program with other outputs of the same number."""
-        return Graph(
-            self.name, self.inputs, tuple(outputs), self.labels, self.structure, self.names
-        )
+    def nodes(self) -> tuple[Node, ...]:
+        """Every node that an output depends on, inputs before uses."""
+        return self._order
 
 
 def equal(first: Graph, second: Graph) -> bool:
@@ -333,16 +332,22 @@ def verify(graph: Graph) -> Graph:
 
 
 def _verify_node(node: Node, seen: set[Node], graph: Graph) -> None:
-    _hold(all(i in seen for i in node.inputs), f"{node!r} is used before it exists")
-    _hold(all(i.builder is node.builder for i in node.inputs), f"{node!r} mixes programs")
-    _hold(tuple(node.attributes) == node.op.attributes, f"{node!r} has wrong attributes")
+    _hold_for(node, all(i in seen for i in node.inputs), "is used before it exists")
+    _hold_for(node, all(i.builder is node.builder for i in node.inputs), "mixes programs")
+    _hold_for(node, tuple(node.attributes) == node.op.attributes, "has wrong attributes")
     try:
         inferred = node.op.infer(tuple(i.type for i in node.inputs), node.attributes)
     except TypeRuleError as error:
         raise VerificationError(f"{graph.name}: {node!r}: {error}") from None
-    _hold(inferred == node.type, f"{node!r} should have type {inferred}")
+    if inferred != node.type:
+        raise VerificationError(f"{node!r} should have type {inferred}")
     if node.op is Op.INPUT:
-        _hold(any(node is i for i in graph.inputs), f"{node!r} is not among the inputs")
+        _hold_for(node, any(node is i for i in graph.inputs), "is not among the inputs")
+
+
+def _hold_for(node: Node, condition: bool, problem: str) -> None:
+    if not condition:
+        raise VerificationError(f"{node!r} {problem}")
 
 
 def _hold(condition: bool, problem: str) -> None:

@@ -81,7 +81,7 @@ class Ties:
         if node.op is Op.TILE:
             return np.tile(x, attributes["times"])
         if node.op in (Op.GROUP_SUM, Op.GROUP_MAX):
-            return self._tied(list(x.reshape(-1, attributes["size"]).T))
+            return self._grouped(x.reshape(-1, attributes["size"]))
         return self._tied([self._of(i, node) for i in node.inputs if int(i.type.columns) > 1])
 
     def _tied(self, arrays: list[Columns]) -> Columns:
@@ -92,6 +92,13 @@ class Ties:
             self._unite(result[both], other[both])
             result = np.where(result >= 0, result, other)
         return result
+
+    def _grouped(self, groups: Columns) -> Columns:
+        """Ties the columns of each group; the largest of them stands for it."""
+        chosen = groups.max(1)
+        inside = groups >= 0
+        self._unite(np.broadcast_to(chosen[:, None], groups.shape)[inside], groups[inside])
+        return chosen
 
     def _unite(self, a: Columns, b: Columns) -> None:
         while True:

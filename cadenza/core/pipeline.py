@@ -127,9 +127,14 @@ class _Forward:
 
     def __contains__(self, node: object) -> bool:
         assert isinstance(node, Node)
-        for part in topological([node]) if node not in self._known else ():
-            if part not in self._known:
-                self._known[part] = all(self._known[i] for i in part.inputs)
+        pending = [node]
+        while pending:
+            part = pending[-1]
+            unknown = [i for i in part.inputs if i not in self._known]
+            if part in self._known or not unknown:
+                self._known.setdefault(part, all(self._known[i] for i in part.inputs))
+                pending.pop()
+            pending.extend(unknown)
         return self._known[node]
 
 

@@ -15,9 +15,10 @@ from typing import NamedTuple
 from cadenza.core.cost import bytes_of
 from cadenza.core.ir import Node
 from cadenza.core.naming import LEAVES, Names
-from cadenza.core.ops import BOOLEAN
+from cadenza.core.ops import BOOLEAN, Op
 from cadenza.core.pipeline import Pair
 from cadenza.core.plan import Kernel, Plan
+from cadenza.core.readiness import is_vector, reduces_matrix
 from cadenza.core.storage import compute_dtype, storage_dtypes
 from cadenza.core.text import LINE, Text, expression
 
@@ -127,6 +128,7 @@ class _Printer:
     def __init__(self, plan: Plan, names: Names, prefix: str) -> None:
         self.plan, self.names, self.prefix = plan, names, prefix
         self.dtypes = storage_dtypes(plan.graph.nodes(), compute_dtype(plan.graph))
+        self.uses = Counter(i for node in plan.graph.nodes() for i in node.inputs)
         self.finished: set[Node] = set()
 
     def text(self) -> PlanText:
@@ -155,7 +157,7 @@ class _Printer:
 
     def _definition(self, node: Node) -> tuple[str, str]:
         """A product, and the line that names it."""
-        text = expression(node, [self._vector(i) for i in node.inputs]).text
+        text = expression(node, [self.vector(i) for i in node.inputs]).text
         return text, f"{self.names.of[node]} = {text}  {node.type}"
 
     def _reads(self, kernel: Kernel) -> Iterator[Line]:
@@ -167,17 +169,22 @@ class _Printer:
 
     def _finish(self, node: Node) -> Iterator[Line]:
         """How a vector is made of partials and other vectors, at its first use."""
-        whole = node.op.group in ("leaf", "reduction", "product") or node.type.is_matrix
-        if node in self.finished or whole:
+        whole = node.op in LEAVES or reduces_matrix(node) or node.op is Op.MATMUL
+        if node in self.finished or whole or not is_vector(node):
             return
         self.finished.add(node)
-        texts = [self._vector(i) for i in node.inputs]
-        yield Line("finish", f"{self.names.of.get(node, '')} = {expression(node, texts).text}")
+        for source in node.inputs:
+            yield from self._finish(source)
+        if node in self.names.of or self.uses[node] > 1:
+            text = expression(node, [self.vector(i) for i in node.inputs])
+            self.names.fresh(node, "r")
+            yield Line("finish", f"{self.names.of[node]} = {text.text}")
 
-    def _vector(self, node: Node) -> Text:
+    def vector(self, node: Node) -> Text:
+        """A vector, or another value that is known by name, as others are made of it."""
         if node in self.names.of:
             return Text(self.names.of[node])
-        return expression(node, [self._vector(i) for i in node.inputs])
+        return expression(node, [self.vector(i) for i in node.inputs])
 
     def _ends(self) -> Iterator[Line]:
         for node in self.plan.graph.outputs:
@@ -212,7 +219,7 @@ class _Body:
         whole = set(self.kernel.body)
         for node in self.kernel.reductions:
             if node not in whole:
-                texts = [self.texts.get(i) or self.printer._vector(i) for i in node.inputs]
+                texts = [self.texts.get(i) or self.printer.vector(i) for i in node.inputs]
                 yield Line("partial", f"{self.names.of[node]} = {expression(node, texts).text}")
 
     def _step(self, node: Node) -> Iterator[Line]:
@@ -222,6 +229,7 @@ class _Body:
             self.texts[node] = text
             return
         self.names.fresh(node, "t")
+        self.printer.finished.add(node)
         self.texts[node] = Text(self.names.of[node])
         if node in self.stores:
             yield Line("store", f"{self.printer.stored(node)} = {text.text}")

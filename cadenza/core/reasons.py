@@ -79,7 +79,7 @@ class _Asked:
         if self._in(own):
             yield "it is an output" if plan is self.forward else "it is a gradient"
         operands = [k.name for k in plan.kernels if self._in(_operands(k))]
-        operands += [k.name for k in plan.beside if k.node and self._in(k.node.inputs)]
+        operands += [k.name for k in plan.beside if k.node is not None and self._in(k.node.inputs)]
         if operands:
             yield f"it is an operand of {_listed(operands)}, and products read operands from memory"
         loads = [k.name for k in plan.kernels if self._in(_loads(k))]
@@ -141,18 +141,24 @@ class _Asked:
             readers = [k.name for k in plan.kernels if k.kernel and self._in(k.kernel.vectors)]
             if readers:
                 yield f"is read as a vector by {_listed(readers)}"
-            for kernel in plan.kernels:
-                if kernel.kernel:
-                    yield from self._made_of(kernel, plan)
+            yield from self._made_of(plan)
 
-    def _made_of(self, kernel: KernelText, plan: PlanText) -> Iterator[str]:
-        assert kernel.kernel is not None
-        for node in kernel.kernel.vectors:
+    def _made_of(self, plan: PlanText) -> Iterator[str]:
+        """How a vector that is no reduction comes about, and where it goes if it is returned."""
+        for node in (n for n in plan.plan.graph.nodes() if n in self.nodes and is_vector(n)):
+            if not node.inputs or node.op is Op.MATMUL:
+                continue
             partials = [r for r in _ancestors([node]) if reduces_matrix(r)]
-            if node in self.nodes and partials and not reduces_matrix(node):
-                names = [self.text.names[r] for r in partials if r in self.text.names]
-                makers = _listed([k.name for k in plan.kernels if _reduces(k, partials)])
-                yield f"is finished from {_listed(names)}, so it exists only after {makers}"
+            makers = _listed([k.name for k in plan.kernels if _reduces(k, partials)])
+            if not partials:
+                yield "is made of vectors that are at hand"
+            elif not reduces_matrix(node):
+                names = _listed([self.text.names[r] for r in partials])
+                yield f"is finished from {names}, so it exists only after {makers}"
+            if self._in(self.pair.program.outputs) and plan is self.forward:
+                yield "is an output"
+            elif plan is not self.forward and self._in(plan.plan.graph.outputs):
+                yield "is a gradient"
 
     def _deferred(self) -> Iterator[str]:
         """Whether a factor left a product's operand, told from the program before deferral."""

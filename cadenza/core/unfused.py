@@ -100,6 +100,8 @@ class Unfused:
 
     def _sums(self, node: Node, contributions: int) -> list[Work]:
         """Adding up the adjoints of a value: two read, one written, for each but the first."""
+        if contributions < 2:
+            return []
         size = moved([node], self.dtypes, self.rows)
         return [Work(0, 3 * size)] * (contributions - 1)
 

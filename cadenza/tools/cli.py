@@ -18,6 +18,7 @@ import typer
 from cadenza import __version__
 from cadenza.core.errors import BackEndError
 from cadenza.tools.fault import Fault
+from cadenza.tools.question import Question
 from cadenza.tools.settings import COMPARED_STEPS, DEFAULT_STEPS, Settings
 
 # Typer doesn't name the base of its usage errors in public, and has moved it between releases.
@@ -26,7 +27,6 @@ USAGE_ERROR = next(one for one in typer.BadParameter.__mro__ if one.__name__ == 
 STEPS_HELP = (
     f"steps in all (default {DEFAULT_STEPS}, {COMPARED_STEPS['float64']} to compare in float64)"
 )
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -68,17 +68,21 @@ def cadenza(
         print(context.get_help())
 
 
-def taking_settings(command: Callable[..., int]) -> Callable[..., int]:
-    """Give a command that ends in **given one option for each field of Settings.
+def taking(options: type) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Give a command that ends in **given one option for each field of a dataclass.
 
     An option left out is passed as None, since the default it stands for is that of a new run.
     """
-    kinds = get_type_hints(Settings)
-    own = list(Signature.from_callable(command, eval_str=True).parameters.values())[:-1]
-    options = [_option(one.name, kinds[one.name], one) for one in fields(Settings)]
-    command.__signature__ = Signature([*own, *options])
-    command.__annotations__ = {one.name: one.annotation for one in [*own, *options]}
-    return command
+
+    def extended(command: Callable[..., int]) -> Callable[..., int]:
+        kinds = get_type_hints(options)
+        own = list(Signature.from_callable(command, eval_str=True).parameters.values())[:-1]
+        more = [_option(one.name, kinds[one.name], one) for one in fields(options)]
+        command.__signature__ = Signature([*own, *more])
+        command.__annotations__ = {one.name: one.annotation for one in [*own, *more]}
+        return command
+
+    return extended
 
 
 def _option(name: str, kind: Any, setting: Any) -> Parameter:
@@ -88,7 +92,7 @@ def _option(name: str, kind: Any, setting: Any) -> Parameter:
 
 
 @app.command()
-@taking_settings
+@taking(Settings)
 def train(
     *,
     steps: int | None = typer.Option(None, help=STEPS_HELP),
@@ -111,21 +115,17 @@ def train(
 
 
 @app.command()
+@taking(Question)
 def explain(
     target: str = typer.Argument(help="a built-in block, FILE.py:function or module:function"),
-    *,
-    size: list[str] | None = typer.Option(None, help="sizes by name: D=4096,F=14336"),
-    gpu: str = typer.Option("h100", help="the GPU of the rooflines"),
-    dtype: str = typer.Option("bfloat16", help="dtype of the operands"),
-    frozen: list[str] | None = typer.Option(None, help="operands that need no gradient: x,w"),
-    why: str | None = typer.Option(None, help="say why this value is stored, or is not"),
     json: bool = typer.Option(False, "--json", help="print data for programs"),
+    **given: Any,
 ) -> int:
     """Show what a block compiles to: kernels forward and backward, what is saved, what it costs."""
     from cadenza.tools.explain import run_explain
-    from cadenza.tools.target import find_target
 
-    return run_explain(find_target(target, size or (), dtype, frozen or ()), gpu, why, json)
+    question = Question(**{name: value for name, value in given.items() if value is not None})
+    return run_explain(target, question, json)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from cadenza.core.text import show
 from cadenza.core.trace import trace
 from cadenza.core.unfused import Unfused
 from cadenza.tools.fault import Fault
-from cadenza.tools.target import Target
+from cadenza.tools.question import Question
+from cadenza.tools.target import Target, find_target
 
 STYLES = {"store": "bold", "partial": "magenta", "reduce": "magenta", "finish": "cyan"}
 
@@ -142,8 +143,12 @@ def render(found: Explanation, gpu: Gpu, dtype: str) -> Iterator[Text]:
     name = found.text.pair.program.name
     yield Text(f"{name}, {dtype}, M = {found.target.rows}, on {gpu.name}", "bold underline")
     yield Text(
-        f"rates in TFLOP/s and TB/s: nominal {gpu.nominal(dtype):g} and {gpu.memory:g}, sustained"
-        f" {gpu.flops(dtype) / 1e12:.0f} and {gpu.bytes / 1e12:.2f}; a roofline takes sustained"
+        f"data sheet: {gpu.nominal(dtype):g} TFLOP/s and {gpu.memory:g} TB/s nominal; a roofline "
+        f"takes {gpu.flops(dtype) / 1e12:.0f} and {gpu.bytes / 1e12:.2f} sustained"
+    )
+    yield Text(
+        f"sustained: {gpu.computing:g} of the arithmetic, as measured on an H200, and "
+        f"{gpu.moving:g} of the bandwidth, assumed"
     )
     for title, plan in found.plans.items():
         about = "deferred graph" if title == "forward" else "derived graph"
@@ -209,20 +214,20 @@ def _why(text: PairText, name: str) -> Iterator[Text]:
     yield from map(Text, found)
 
 
-def run_explain(target: Target, gpu: str, reason: str | None, machine: bool) -> int:
+def run_explain(text: str, question: Question, machine: bool) -> int:
     """Prints the explanation of a target, or of one value of it."""
-    if gpu.lower() not in GPUS:
-        raise Fault(f"unknown --gpu {gpu!r}: one of {', '.join(GPUS)}")
-    if machine and reason is not None:
+    if question.gpu.lower() not in GPUS:
+        raise Fault(f"unknown --gpu {question.gpu!r}: one of {', '.join(GPUS)}")
+    if machine and question.why is not None:
         raise Fault("--why answers in words: leave --json out")
-    found, chosen = explain(target), GPUS[gpu.lower()]
-    dtype = target.signature.operands[0].dtype
+    gpu, dtype = GPUS[question.gpu.lower()], question.dtype
+    found = explain(find_target(text, question.size or (), dtype, question.frozen or ()))
     if machine:
-        json.dump(as_json(found, chosen, dtype), sys.stdout, indent=2)
+        json.dump(as_json(found, gpu, dtype), sys.stdout, indent=2)
         print()
         return 0
+    why = question.why
     console = Console(highlight=False)
-    lines = render(found, chosen, dtype) if reason is None else _why(found.text, reason)
-    for line in lines:
+    for line in render(found, gpu, dtype) if why is None else _why(found.text, why):
         console.print(line, soft_wrap=True)
     return 0

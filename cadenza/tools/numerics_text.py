@@ -58,10 +58,12 @@ CAUSES = (
         (), ("fp16 near its range",), (),
     ),
     Cause(
-        "LayerNorm with a large mean rounds the stream twice",
-        "Deferral stores the operand `x1 · g`, which still holds the mean, so its rounding is "
-        "relative to the mean, like that of `x1` itself; textbook rounds the second time after "
-        "the mean is subtracted. Everything computed from the product sees both.",
+        "LayerNorm's mean is subtracted after rounding",
+        "Forward keeps the raw product of the uncentred stream, which holds `mean · (g @ W)`; its "
+        "rounding is relative to that, 16 times what is left after the mean is subtracted. "
+        "Backward subtracts the mean's part of `dW` from `(dz · r)ᵀ @ x1`: the product is of the "
+        "stored, rounded `dz · r`, the part to subtract of the exact one, so they don't cancel. "
+        "With both kept in float32 deferred is no worse than textbook.",
         ("gpt2",), ("mean of 16 deviations",), (),
     ),
     Cause(
@@ -198,7 +200,7 @@ deferred over textbook, for the value where it is largest."""
 EXCEPTIONS = """Every value whose ratio over {seeds} seeds is above {bar}. The last column is the
 ratio of root mean square errors over {repeats} seeds."""
 
-CHANCE = """The norm of such a value is that of a few numbers (of one, where one column is large), so
+CHANCE = """The norm of such a value is that of a few numbers (of one, where one column is large):
 its error is that of a few roundings, and five seeds are few."""
 
 VALUES = "Errors in per cent: deferred / textbook / torch. `d w` is the gradient of `w`."

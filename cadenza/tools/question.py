@@ -1,0 +1,19 @@
+"""What `cadenza explain` can be asked, besides its target. Importing this file loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SIZES, FROZEN = "sizes by name: D=4096,F=14336", "operands that need no gradient: x,w"
+WHY = "say why this value is stored, computed again, deferred"
+
+
+@dataclass(frozen=True)
+class Question:
+    """Options of `explain`; lists may be repeated, and each text may hold several by commas."""
+
+    size: list[str] | None = field(default=None, metadata={"help": SIZES})
+    frozen: list[str] | None = field(default=None, metadata={"help": FROZEN})
+    dtype: str = field(default="bfloat16", metadata={"help": "dtype of the operands"})
+    gpu: str = field(default="h100", metadata={"help": "the GPU of the rooflines"})
+    why: str | None = field(default=None, metadata={"help": WHY})
