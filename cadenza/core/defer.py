@@ -7,7 +7,7 @@ look at values through `factors` and `expand` and at time through Readiness.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from itertools import product as pairs
 from typing import Any, NamedTuple
 
@@ -97,9 +97,9 @@ class Deferral:
             _oriented(b.outer, node.attributes["transpose_b"])
         )
         inner = _raw_product(a.inner, b.inner, node)
-        return build(outer.times(factors(inner)), node.builder) if outer.powers else _plain(
-            outer, inner
-        )  # fmt: skip
+        if outer.powers:
+            return build(outer.times(factors(inner)), node.builder)
+        return inner if outer.coefficient == 1.0 else inner * outer.coefficient
 
     def _peel(self, operand: Node, free: str) -> list[Term] | None:
         """The operand as terms whose factors on the free index leave; None if none does."""
@@ -229,10 +229,6 @@ def _raw_product(a: Node, b: Node, like: Node) -> Node:
     return like.builder.make(Op.MATMUL, (a, b), like.attributes)
 
 
-def _plain(outer: Monomial, inner: Node) -> Node:
-    return inner if outer.coefficient == 1.0 else inner * outer.coefficient
-
-
 def _rank_one(term: Monomial, free: str, operand: Node) -> Term:
     """c · r as a term: c leaves on the free index, r stays as the operand of a vector product."""
     inside = {v: p for v, p in term.vectors.items() if kind(v) not in (free, "scalar")}
@@ -271,6 +267,3 @@ def defer(graph: Graph, **options: Any) -> Graph:
     return Graph(
         graph.name, graph.inputs, tuple(results[:count]), graph.labels, graph.structure, names
     )
-
-
-Rule = Callable[[Node], Node | None]

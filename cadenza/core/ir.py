@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from functools import cached_property
+from numbers import Integral, Real
 from typing import Any
 
 from cadenza.core.errors import ProgramError, VerificationError, author_line

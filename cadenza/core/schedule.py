@@ -26,10 +26,9 @@ Key = tuple[int, int, bool]  # the product's number, passes after it, whether po
 
 def finished(node: Node, stage: Stage) -> Stage:
     """When a reduction is finished: inside a pointwise kernel that holds rows, else one later."""
-    columns = node.inputs[0].type.columns
-    held = node.op is not Op.COLUMN_SUM and isinstance(columns, int) and columns <= ROW_LIMIT
-    row = node.op not in (Op.COLUMN_SUM, Op.COLUMN_MAX)
-    return stage if row and held and not stage.in_product else stage.later
+    of_rows = node.op not in (Op.COLUMN_SUM, Op.COLUMN_MAX)
+    held = of_rows and int(node.inputs[0].type.columns) <= ROW_LIMIT
+    return stage if held and not stage.in_product else stage.later
 
 
 class _Scheduler:
@@ -84,8 +83,10 @@ class _Scheduler:
         keys = {(k + 1, 0, False) for k in range(len(self.readiness.products))}
         keys |= {key for key, made in [*self.stores.items(), *self.reductions.items()] if made}
         kernels = tuple(self._kernel(key) for key in sorted(keys))
-        small = tuple(n for n in self.order if n.op is Op.MATMUL and is_vector(n))
-        return verify_plan(Plan(self.graph, kernels, small))
+        return verify_plan(Plan(self.graph, kernels, self._vector_products()))
+
+    def _vector_products(self) -> tuple[Node, ...]:
+        return tuple(n for n in self.order if n.op is Op.MATMUL and is_vector(n))
 
     def _store_operands(self) -> list[Node]:
         """Stores operands that products make; returns the others, in order of first use."""
@@ -98,11 +99,10 @@ class _Scheduler:
                     self.store(operand)
                 else:
                     late[operand] = None
-        for product in self.order:
-            if product.op is Op.MATMUL and is_vector(product):
-                for operand in product.inputs:
-                    if not is_vector(operand) and operand not in self.leaves:
-                        self.store(operand)
+        for product in self._vector_products():
+            for operand in product.inputs:
+                if not is_vector(operand) and operand not in self.leaves:
+                    self.store(operand)
         return [operand for operand in late if operand not in self.stored]
 
     def _place(self, operand: Node) -> None:

@@ -244,10 +244,11 @@ def medians(name: str, case: Case, **options: Any) -> dict[str, Errors]:
     return {value: Errors(*map(statistics.median, errors)) for value, errors in found.items()}
 
 
-def repeated(above: Sequence[Above]) -> list[Above]:
+def repeated(above: Sequence[Above], progress: Callable[[str], None] = str) -> list[Above]:
     """The same values above the bar, each with its ratio over many more seeds."""
     cases, known = {case.name: case for case in CASES}, {}
     for block, case in dict.fromkeys(a[:2] for a in above if math.isfinite(ratio(a.errors))):
+        progress(f"{block}, {case}, {len(REPEATS)} seeds")
         known[block, case] = errors_by_seed(block, cases[case], seeds=REPEATS)
 
     def again(a: Above) -> float:
@@ -271,9 +272,10 @@ def report(progress: Callable[[str], None] = str) -> dict[str, dict[str, dict[st
 
 def main(write: Path | None = None) -> None:
     """Measures everything; writes the document, or prints it."""
-    found = report(partial(typer.echo, err=True))
+    progress = partial(typer.echo, err=True)
+    found = report(progress)
     descriptions = {case.name: case.what for case in CASES}
-    above = repeated(above_bar(found))
+    above = repeated(above_bar(found), progress)
     text = document(found, above, descriptions, SIZES, (len(SEEDS), len(REPEATS)))
     if write is None:
         typer.echo(text)
