@@ -171,9 +171,7 @@ def test_an_accumulator_of_another_kernel_raises():
     accumulator = first.product
     (user,) = [k for k in (second, *rest) if any(n is accumulator for n in k.loads)]
     position = plan.kernels.index(user)
-    assert_raises(
-        changed(plan, position, loads=dropped(user.loads, accumulator)), tensors_of(plan)
-    )
+    assert_raises(changed(plan, position, loads=dropped(user.loads, accumulator)), tensors_of(plan))
 
 
 def test_a_matrix_that_is_loaded_before_it_is_stored_raises():
@@ -297,7 +295,9 @@ def test_inputs_are_untouched_and_outputs_are_their_own(name, dtype):
     named = dict(zip((i.attributes["name"] for i in pair.forward.inputs), forward, strict=True))
     upstream = adjoints_of(pair.program, 6, torch.float32)
     given = [results[v] if isinstance(v, int) else named[v] for v in pair.values]
-    run_untouched(Executable(pair.backward_plan, 4), [*given, *(upstream[p] for p in pair.adjoints)])
+    run_untouched(
+        Executable(pair.backward_plan, 4), [*given, *(upstream[p] for p in pair.adjoints)]
+    )
 
 
 def run_untouched(executable: Executable, tensors: list[Tensor]) -> list[Tensor]:
@@ -335,9 +335,7 @@ def test_stored_values_are_dropped_after_their_last_use(name, monkeypatch):
 def live_before(plan: Plan) -> list[set[Node]]:
     """By kernel, the inputs, the outputs stored so far, and what this or a later kernel reads."""
     needed = set(plan.graph.outputs) | {i for p in plan.vector_products for i in p.inputs}
-    reads = [
-        {*k.loads, *(k.product.inputs if k.product is not None else ())} for k in plan.kernels
-    ]
+    reads = [{*k.loads, *(k.product.inputs if k.product is not None else ())} for k in plan.kernels]
     found, stored = [], set()
     for position, kernel in enumerate(plan.kernels):
         later = needed.union(*reads[position:])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from block_operands import cast, operands
 
 from cadenza.backends import reference
 from cadenza.library.blocks import BUILT_IN
@@ -161,3 +162,15 @@ def test_the_document_has_every_block_and_input_and_names_what_is_above_the_bar(
         assert within or (row["block"], row["input"]) in known, row
         worst = max(errors.deferred for errors in found[row["block"]][row["input"]].values())
         assert float(row["deferred %"]) == worst
+
+
+def test_float16_keeps_scaled_products_since_raw_ones_pass_its_range():
+    arguments = cast(operands("llama", 40), torch.float16)
+    arguments["x"] = arguments["x"] * 4000
+    arguments["w_gate_up"] = arguments["w_gate_up"] * 8
+    raw = (arguments["x"] * arguments["norm"]).float() @ arguments["w_gate_up"].float().T
+    assert raw.abs().max() > 65504
+    wanted = {n: v.requires_grad_() for n, v in arguments.items() if n in ("x", "w_gate_up")}
+    outputs = BUILT_IN["llama"](**(arguments | wanted))
+    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+    assert all(v.grad.isfinite().all() for v in wanted.values())

@@ -6,7 +6,7 @@ Each time the verifier or the executor refuses, or values differ from those of t
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -42,6 +42,10 @@ class Sound(NamedTuple):
 def sound(name: str, backward: bool) -> Sound:
     torch.manual_seed(0)
     made = call(name, ROWS)
+    if name == "lm-head":
+        made.tensors["target"][
+            1
+        ] = -1  # NaN for its row: a condition that is always true has no use
     pair = made.pair()
     inputs = [made.tensors[i.attributes["name"]] for i in pair.forward.inputs]
     results = Executable(pair.forward_plan, TILE)(inputs, ROWS)
@@ -92,9 +96,28 @@ def test_leaving_something_out_is_noticed(name, backward, field):
     for position, kernel in enumerate(case.plan.kernels):
         values = getattr(kernel, field)
         for place, value in enumerate(values):
+            if field == "reductions" and finishes_for_itself(case.plan, kernel, value):
+                continue
             kept = values[:place] + values[place + 1 :]
             found = verdict(changed(case.plan, position, **{field: kept}), case)
             assert found, f"kernel {position + 1} without {value!r} in its {field}"
+
+
+def finishes_for_itself(plan: Plan, kernel: Kernel, reduction: Node) -> bool:
+    """Whether a kernel that holds rows has finished a reduction that nothing else reads."""
+    read = {v for other in plan.kernels for v in all_of(other.vectors)}
+    crosses = reduction in read | all_of(plan.graph.outputs)
+    return reduction in set(kernel.body) and not crosses
+
+
+def all_of(vectors: Iterable[Node]) -> set[Node]:
+    """Vectors and the vectors that they are made of."""
+    found, pending = set[Node](), list(vectors)
+    while pending:
+        vector = pending.pop()
+        found.add(vector)
+        pending.extend(i for i in vector.inputs if not i.type.is_matrix)
+    return found
 
 
 @each
@@ -191,8 +214,9 @@ def test_another_operation_is_noticed(name, backward):
     case = sound(name, backward)
     for node in case.plan.graph.nodes():
         if node.op in DIFFERENT:
+            text = f"{node!r} as {DIFFERENT[node.op].label}"
             with altered(node, op=DIFFERENT[node.op]):
-                assert verdict(case.plan, case), f"{node!r} as {DIFFERENT[node.op].label}"
+                assert verdict(case.plan, case), text
 
 
 def leaves(kernel: Kernel) -> set[Node]:
@@ -202,12 +226,7 @@ def leaves(kernel: Kernel) -> set[Node]:
 def reads(kernel: Kernel) -> set[Node]:
     """What a kernel needs of others: operands, loads, and all that its vectors are made of."""
     operands = kernel.product.inputs if kernel.product is not None else ()
-    found, pending = {*operands, *kernel.loads}, list(kernel.vectors)
-    while pending:
-        vector = pending.pop()
-        found.add(vector)
-        pending.extend(i for i in vector.inputs if not i.type.is_matrix)
-    return found
+    return {*operands, *kernel.loads} | all_of(kernel.vectors)
 
 
 @each

@@ -184,12 +184,16 @@ BROADCAST_FORM = {op for op in Op if op.group == "elementwise"} | {
 
 
 def differentiate(
-    outputs: Iterable[tuple[Node, Node]], inputs: Iterable[Node], euler: bool = True
+    outputs: Iterable[tuple[Node, Node]],
+    inputs: Iterable[Node],
+    euler: bool = True,
+    kept: Iterable[Node] = (),
 ) -> dict[Node, Node]:
     """The gradients of `inputs` given pairs (output, its adjoint).
 
     An input that no output depends on is absent. The work done is for these inputs alone. With
-    `euler`, scalings get their adjoint from outputs alone where Euler's rule holds.
+    `euler`, scalings get their adjoint from outputs alone where Euler's rule holds; `kept` are
+    scaled values that are to be kept rather than what they scale.
     """
     pairs, wanted = list(outputs), list(inputs)
     order = topological(output for output, _ in pairs)
@@ -199,7 +203,7 @@ def differentiate(
         contributions[output].append((adjoint, output.type))
     adjoints: dict[Node, Node] = {}
     exits = [output for output, _ in pairs]
-    known = {*exits, *parts(exits)} if euler else set()
+    known = {*exits, *parts(exits), *kept} if euler else set()
     for node in reversed(order):
         if node in contributions and node in needed:
             rule = euler_adjoint(node, order, exits, adjoints) if euler else None

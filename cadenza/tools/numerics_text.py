@@ -195,7 +195,8 @@ float32 and rounds once where a value is stored, in deferred and textbook alike,
 reference back end. `torch` is the author's function on tensors of the same dtype, one operation
 after the other, each rounding its result.
 
-Sizes: {size}. Random operands of unit scale, weights that keep it; each figure is the median over
+Sizes: {size}.
+Random operands of unit scale, weights that keep it; each figure is the median over
 {seeds} seeds. The bar: deferred is at most {bar} times textbook for every output and gradient."""
 
 SUMMARY = """The first three figures are the largest error of any output or gradient. The ratio is

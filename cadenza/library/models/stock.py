@@ -20,8 +20,9 @@ def rotary_tables(config: LlamaConfig, length: int, like: Tensor) -> tuple[Tenso
 
     Computed in float64 and rounded once, so that they don't limit a model in float64.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    positions = torch.arange(length, dtype=torch.float64)
+    wide = {"dtype": torch.float64, "device": like.device}
+    exponents = torch.arange(0, config.head_dim, 2, **wide) / config.head_dim
+    positions = torch.arange(length, **wide)
     angles = torch.outer(positions, config.rope_base**-exponents)
     return angles.cos().to(like), angles.sin().to(like)
 
