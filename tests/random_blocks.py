@@ -200,7 +200,8 @@ def activate(writer: Writer) -> None:
     """An activation."""
     v = writer.value()
     form = writer.choose(["L.silu({0})", "L.gelu({0}, 'tanh')", "L.gelu({0})", "L.tanh({0})",
-                          "L.relu({0})", "L.softcap({0}, 2.0)", "L.sigmoid({0}) * {0}"])  # fmt: skip
+                          "L.relu({0})", "L.softcap({0}, 2.0)", "L.sigmoid({0}) * {0}",
+                          "L.exp(-({0} * {0}))"])  # fmt: skip
     writer.matrix(form.format(v.name), v.columns)
 
 
@@ -278,7 +279,8 @@ def arrange(writer: Writer) -> None:
 def across_rows(writer: Writer) -> None:
     """A product over the rows, and a value times it: the weight is made here."""
     a, b = writer.value(lambda v: v.columns > 1), writer.value(lambda v: v.columns > 1)
-    gram = writer.line(f"L.matmul({a.name}, {b.name}, True) * 0.1")
+    scale = writer.choose(["0.1", f"{writer.operand('g', 1, a.columns)}.T * 0.1"])
+    gram = writer.line(f"L.matmul({a.name}, {b.name}, True) * {scale}")
     writer.matrix(f"{a.name} @ {gram}", b.columns)
 
 

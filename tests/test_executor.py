@@ -342,3 +342,20 @@ def live_before(plan: Plan) -> list[set[Node]]:
         found.append(set(plan.graph.inputs) | (stored & later))
         stored |= set(kernel.stores)
     return found
+
+
+def test_a_reduction_that_a_kernel_finishes_is_one_number_for_all():
+    def largest(x, w):
+        h = L.layer_norm(x, None)
+        return L.linear(h, w), L.row_max(h)
+
+    signature = simplify(program(largest, "x M 7 float64", "w 3 7 float64"))
+    pair = differentiate_program(signature, ["x"])
+    for seed in range(20):
+        torch.manual_seed(seed)
+        x, w = torch.randn(5, 7).double(), torch.randn(3, 7).double()
+        upstream = [torch.zeros(5, 3).double(), torch.ones(5, 1).double()]
+        found = execute(pair, {"x": x, "w": w}, 5, upstream, tile=1).gradients["x"]
+        leaf = x.clone().requires_grad_()
+        expected = torch.autograd.grad(L.row_max(L.layer_norm(leaf, None)).sum(), leaf)[0]
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

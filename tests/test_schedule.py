@@ -115,12 +115,13 @@ def recognised(graph: Graph, tensors: list[Tensor], known: dict[str, Tensor]) ->
     labels = tuple(map(str, range(len(nodes))))
     found = run_graph(Graph("f", graph.inputs, tuple(nodes), labels, "dict"), tensors, ROWS)
     return {
-        node: next(
-            (name for name, t in known.items() if t.shape == value.shape and torch.allclose(t, value, rtol=1e-9, atol=1e-12)),
-            f"unknown {node!r}",
-        )
+        node: next((name for name, t in known.items() if same(t, value)), f"unknown {node!r}")
         for node, value in zip(nodes, found, strict=True)
-    }  # fmt: skip
+    }
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
 def described(kernel: Kernel, name: dict[object, str]) -> tuple[str, set[str], set[str], set[str]]:

@@ -122,7 +122,7 @@ class _KernelRun:
 
     def __init__(self, executable: Executable, kernel: Kernel) -> None:
         self.kernel, self.tile = kernel, executable.tile
-        kept = [*kernel.stores, *(r.inputs[0] for r in kernel.reductions)]
+        kept = [*kernel.stores, *kernel.reductions, *(r.inputs[0] for r in kernel.reductions)]
         self.reuse = Reuse(kernel.product, kernel.body, kept)
         self.body = [(n, self._step(executable.steps, n), self.reuse.spent(n)) for n in kernel.body]
         self.reductions = [(r, _spread_over(r)) for r in kernel.reductions]
@@ -148,7 +148,10 @@ class _KernelRun:
         for node in kernel.stores:
             memory.store(node, values[node])
         for node, shape in self.reductions:
-            memory.vectors[node] = self._reduce(node, shape(values, memory.rows), memory)
+            if node in values:  # this kernel holds rows and has finished it
+                memory.vectors[node] = values[node]
+            else:
+                memory.vectors[node] = self._reduce(node, shape(values, memory.rows), memory)
 
     def _reduce(self, node: Node, x: Tensor, memory: _Memory) -> Tensor:
         others = [memory.vector(i) for i in node.inputs[1:]]

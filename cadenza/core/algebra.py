@@ -6,7 +6,7 @@ products and sums when a rule asks, and `build` makes an ordinary expression of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -62,31 +62,36 @@ def kind(node: Node) -> str:
     )
 
 
-def factors(node: Node, opens: Callable[[Node], bool] = lambda node: False) -> Monomial:
+def factors(
+    node: Node, opens: Callable[[Node], bool] = lambda node: False, atoms: Container[Node] = ()
+) -> Monomial:
     """The value as a product: through products, quotients, negation and whole powers.
 
-    Of a sum for which `opens` holds, the vectors that all its terms share are factors too.
+    Of a sum for which `opens` holds, the vectors that all its terms share are factors too. A
+    matrix among `atoms` is taken whole.
     """
+    if node in atoms and not is_vector(node):
+        return Monomial(1.0, {node: 1})
     match node.op:
         case Op.CONSTANT if kind(node) == "scalar":
             return Monomial(float(node.attributes["value"]))
         case Op.NEG:
-            return Monomial(-1.0).times(factors(node.inputs[0], opens))
+            return Monomial(-1.0).times(factors(node.inputs[0], opens, atoms))
         case Op.MUL:
-            return factors(node.inputs[0], opens).times(factors(node.inputs[1], opens))
+            left, right = (factors(i, opens, atoms) for i in node.inputs)
+            return left.times(right)
         case Op.DIV if not _is_zero(node.inputs[1]):
-            divisor = factors(node.inputs[1], opens).to_the(-1)
-            return factors(node.inputs[0], opens).times(divisor)
+            left, right = (factors(i, opens, atoms) for i in node.inputs)
+            return left.times(right.to_the(-1))
         case Op.POWER:
-            return factors(node.inputs[0], opens).to_the(node.attributes["exponent"])
+            return factors(node.inputs[0], opens, atoms).to_the(node.attributes["exponent"])
         case Op.ADD | Op.SUB if opens(node):
-            return _shared_factors(node, opens)
+            return _shared_factors(node, *(factors(i, opens, atoms) for i in node.inputs))
     return Monomial(1.0, {node: 1})
 
 
-def _shared_factors(node: Node, opens: Callable[[Node], bool]) -> Monomial:
+def _shared_factors(node: Node, left: Monomial, right: Monomial) -> Monomial:
     """A sum as its terms' common vectors times a smaller sum."""
-    left, right = (factors(i, opens) for i in node.inputs)
     common = {
         vector: min(power, right.vectors[vector])
         for vector, power in left.vectors.items()

@@ -168,7 +168,8 @@ class Deferral:
 
     def _reduction(self, node: Node) -> Node | None:
         free = "column" if node.op is Op.ROW_SUM else "row"
-        term = factors(node.inputs[0], self._shares)
+        kept = self.ready if self.backward else ()  # forward's values as forward keeps them
+        term = factors(node.inputs[0], self._shares, kept)
         outer = {v: p for v, p in term.vectors.items() if kind(v) in (free, "scalar")}
         inner = Monomial(1.0, term.without(outer).powers)
         if (not outer and term.coefficient == 1.0) or not inner.matrices:

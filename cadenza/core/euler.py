@@ -1,12 +1,13 @@
-"""Euler's rule: the adjoint of a positive scaling from outputs alone.
+"""Euler's rule: the adjoint of a positive scaling from what it scales, not from what made that.
 
-If everything that depends on a column c > 0 is affine in c and ends in one output y, then
-c · dc = rowsum(dy · (y − y at c = 0)). So nothing between c and y has to be kept. It covers RoPE,
-bias and LayerNorm; it never goes through a nonlinearity.
+If all effect of a column c > 0 passes through one value y, and y is affine in c, then
+c · dc = rowsum(dy · (y − y at c = 0)). So nothing between c and y has to be kept: of a rotation the
+output, of a norm's factor the scaled product. It never goes through a nonlinearity.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from cadenza.core import lang as L
@@ -15,7 +16,7 @@ from cadenza.core.ir import Node, topological
 from cadenza.core.ops import Op
 from cadenza.core.rewrite import rebuild
 
-POSITIVE = (Op.RSQRT, Op.EXP)
+POSITIVE = (Op.RSQRT,)  # an exponential may underflow to 0
 ADDITIVE = (Op.ADD, Op.SUB, Op.NEG, Op.SPLIT, Op.JOIN, Op.COLUMNS, Op.CONCAT)
 
 
@@ -29,36 +30,37 @@ def euler_adjoint(
 ) -> Node | None:
     """The adjoint of `column` by Euler's rule, None where the rule does not hold.
 
-    `order` are the nodes of the program in topological order, `adjoints` those of its outputs.
+    `order` are the nodes of the program in topological order, `adjoints` those known so far.
     """
     if not is_positive_column(column):
         return None
-    output = _only_affine_exit(column, order, set(outputs))
-    if output is None or output not in adjoints:
-        return None
-    rest = _at_zero(output, column)
-    if rest is not None and not _of_vectors(rest):
-        return None
-    changing = output if rest is None else output - rest
-    summed: Node = L.row_sum(adjoints[output] * changing)
-    return summed / column
+    for value in reversed(_passages(column, order, outputs)):
+        rest = _at_zero(value, column)
+        if value in adjoints and (rest is None or _of_vectors(rest)):
+            changing = value if rest is None else value - rest
+            summed: Node = L.row_sum(adjoints[value] * changing)
+            return summed / column
+    return None
 
 
-def _only_affine_exit(column: Node, order: Sequence[Node], outputs: set[Node]) -> Node | None:
-    """The one output that depends on `column`, if all that does is affine in it."""
-    depends, used = {column}, set[Node]()
+def _passages(column: Node, order: Sequence[Node], outputs: Sequence[Node]) -> list[Node]:
+    """The values, affine in `column`, that all of its effect passes through, in order."""
+    uses = Counter(i for node in order for i in node.inputs)
+    uses.update(outputs)
+    open_ends, affine, found = {column}, {column}, []
     for node in order:
-        inside = [i for i in node.inputs if i in depends]
-        if not inside or node is column:
+        inside = [i for i in node.inputs if i in affine]
+        if not inside:
             continue
         if not _affine(node, inside) or node.type.rows != column.type.rows:
-            return None
-        depends.add(node)
-        used.update(inside)
-    exits = [node for node in order if node in depends and node in outputs]
-    ends = [node for node in order if node in depends and node not in used]
-    single = len(exits) == 1 and len(ends) == 1 and exits[0] is ends[0]
-    return exits[0] if single and exits[0] is not column else None
+            break
+        affine.add(node)
+        open_ends.add(node)
+        uses.subtract(inside)
+        open_ends.difference_update(i for i in inside if not uses[i])
+        if open_ends == {node}:
+            found.append(node)
+    return found
 
 
 def _affine(node: Node, inside: list[Node]) -> bool:

@@ -166,8 +166,7 @@ def gradients(
     euler: bool = True,
 ) -> Graph:
     """The program of all gradients, over the inputs and the outputs' adjoints."""
-    pairs = [(graph.outputs[p], a) for p, a in adjoints.items()]
-    found = differentiate(pairs, wanted, euler, kept=_scaled_halves(graph))
+    found = differentiate([(graph.outputs[p], a) for p, a in adjoints.items()], wanted, euler)
     inputs = (*graph.inputs, *adjoints.values())
     compute = compute_dtype(graph)
     stored = storage_dtypes(topological([*inputs, *found.values()]), compute)
@@ -177,12 +176,6 @@ def gradients(
         outputs[name] = _stored_as(gradient, compute if name in wide else stored[value], stored)
     name = f"{graph.name}_backward"
     return Graph(name, inputs, tuple(outputs.values()), tuple(outputs), "dict", graph.names)
-
-
-def _scaled_halves(graph: Graph) -> set[Node]:
-    """Scaled products that would be stored in float16: the raw ones can pass its range."""
-    stored = storage_dtypes(graph.nodes(), compute_dtype(graph))
-    return {n for n in graph.nodes() if n.op is Op.MUL and stored[n] == "float16"}
 
 
 def _stored_as(gradient: Node, dtype: str, stored: Mapping[Node, str]) -> Node:

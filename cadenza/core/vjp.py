@@ -19,7 +19,6 @@ from cadenza.core.errors import CadenzaError
 from cadenza.core.euler import euler_adjoint, is_positive_column
 from cadenza.core.ir import Node, topological
 from cadenza.core.ops import REAL, Op, Type
-from cadenza.core.saved import parts
 from cadenza.core.storage import storage_dtype
 
 Value = Any  # a Node, in the language of values
@@ -187,13 +186,11 @@ def differentiate(
     outputs: Iterable[tuple[Node, Node]],
     inputs: Iterable[Node],
     euler: bool = True,
-    kept: Iterable[Node] = (),
 ) -> dict[Node, Node]:
     """The gradients of `inputs` given pairs (output, its adjoint).
 
     An input that no output depends on is absent. The work done is for these inputs alone. With
-    `euler`, scalings get their adjoint from outputs alone where Euler's rule holds; `kept` are
-    scaled values that are to be kept rather than what they scale.
+    `euler`, scalings get their adjoint from what they scale, so that this alone is kept.
     """
     pairs, wanted = list(outputs), list(inputs)
     order = topological(output for output, _ in pairs)
@@ -203,13 +200,12 @@ def differentiate(
         contributions[output].append((adjoint, output.type))
     adjoints: dict[Node, Node] = {}
     exits = [output for output, _ in pairs]
-    known = {*exits, *parts(exits), *kept} if euler else set()
     for node in reversed(order):
         if node in contributions and node in needed:
             rule = euler_adjoint(node, order, exits, adjoints) if euler else None
             adjoints[node] = _adjoint(contributions[node], node.type) if rule is None else rule
             _backpropagate(node, adjoints[node], contributions, needed)
-            if node in known:
+            if euler:
                 _from_result(node, adjoints[node], contributions)
     return {i: spread(adjoints[i], i.type) for i in wanted if i in adjoints}
 
@@ -240,7 +236,7 @@ def _backpropagate(node: Node, g: Node, contributions: Contributions, needed: se
 
 
 def _from_result(node: Node, g: Node, contributions: Contributions) -> None:
-    """y = x · c: dc = rowsum(g · y) / c where y is at hand after forward and x need not be."""
+    """y = x · c: dc = rowsum(g · y) / c, so that y is kept and x need not be."""
     scaling = node.inputs[1] if node.op is Op.MUL else None
     if scaling is not None and is_positive_column(scaling) and scaling in contributions:
         contributions[scaling][-1] = (g * node / scaling, node.type)
