@@ -1,7 +1,8 @@
 """Scheduling: the worked example kernel by kernel, and where values are computed and stored.
 
 In the worked example every value that a kernel loads, stores or reduces is recognised by its
-numbers, computed by hand here from the table's formulas; nothing goes by names or by order.
+numbers, computed by hand here from the table's formulas; nothing goes by names or by order. Only a1
+differs from the table: it is kept scaled, acc · r0.
 """
 
 import dataclasses
@@ -52,8 +53,8 @@ def forward_by_hand(made: Call) -> dict[str, Tensor]:
     x1 = v["x"] + v["y"] @ v["wo"].T
     v |= {"x1": x1, "h1": x1 * v["norm"], "s0": (x1**2).sum(1, keepdim=True)}
     r0 = torch.rsqrt(v["s0"] / WIDTH + 1e-5)
-    a1 = v["h1"] @ v["w_gate_up"].T
-    gate, up = (a1 * r0).chunk(2, 1)
+    a1 = v["h1"] @ v["w_gate_up"].T * r0
+    gate, up = a1.chunk(2, 1)
     v |= {"r0": r0, "a1": a1, "u": F.silu(gate) * up}
     x2 = x1 + v["u"] @ v["w_down"].T
     v |= {"x2": x2, "h2": x2 * v["next_norm"], "s1": (x2**2).sum(1, keepdim=True)}
@@ -81,9 +82,9 @@ def backward_by_hand(made: Call, v: dict[str, Tensor]) -> dict[str, Tensor]:
     c1 = -v["s2"] * v["r1"] ** 2 / WIDTH
     v |= {"dx2'": v["dx2"] + acc * v["next_norm"] + v["x2"] * c1, "dg2": (acc * v["x2"]).sum(0)}
     v["dWqkv"] = v["dq"].T @ v["x2"] * v["next_norm"]
-    dz = pullback(swiglu, v["a1"] * v["r0"], v["dx2'"] @ v["w_down"])
+    dz = pullback(swiglu, v["a1"], v["dx2'"] @ v["w_down"])
     v |= {"dz": dz * v["r0"], "s3": (dz * v["a1"]).sum(1, keepdim=True)}
-    acc, c0 = v["dz"] @ v["w_gate_up"], -v["s3"] * v["r0"] ** 3 / WIDTH
+    acc, c0 = v["dz"] @ v["w_gate_up"], -v["s3"] * v["r0"] ** 2 / WIDTH
     v |= {"dx1": v["dx2'"] + acc * v["norm"] + v["x1"] * c0, "dg1": (acc * v["x1"]).sum(0)}
     v |= {"dWd": v["dx2'"].T @ v["u"], "dWgu": v["dz"].T @ v["x1"] * v["norm"]}
     v |= {"dy0": v["dx1"] @ v["wo"], "dWo": v["dx1"].T @ v["y"]}
