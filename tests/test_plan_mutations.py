@@ -210,8 +210,9 @@ DIFFERENT = {Op.ADD: Op.SUB, Op.SUB: Op.ADD, Op.MUL: Op.ADD, Op.ROW_SUM: Op.ROW_
 @both
 def test_another_operation_is_noticed(name, backward):
     case = sound(name, backward)
-    for node in case.plan.graph.nodes():
-        if node.op in DIFFERENT:
+    nodes = case.plan.graph.nodes()
+    for op in DIFFERENT:
+        for node in [n for n in nodes if n.op is op][::3]:
             text = f"{node!r} as {DIFFERENT[node.op].label}"
             with altered(node, op=DIFFERENT[node.op]):
                 assert verdict(case.plan, case), text
