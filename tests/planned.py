@@ -4,7 +4,6 @@
 goes through autograd or the caches of the library.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -105,12 +104,6 @@ def call_of(name: str, arguments: Mapping[str, Any]) -> Call:
     real = [n for n, t in named.items() if t.is_floating_point() and n not in FROZEN]
     signature = Signature(described.operands, tuple((defaults | constants).items()))
     return Call(block.function, signature, tensors, tuple(real), sizes)
-
-
-@functools.cache
-def block_pair(name: str, dtype: torch.dtype = torch.float64) -> Pair:
-    """A small built-in block with all gradients that a model trains."""
-    return call(name, 5, dtype).pair()
 
 
 def adjoints_of(graph: Graph, rows: int, compute: torch.dtype = torch.float64) -> list[Tensor]:
