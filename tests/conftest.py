@@ -11,6 +11,9 @@ import os
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Every program of every test, and of the processes that tests start, runs by small, ragged tiles.
+os.environ.setdefault("CADENZA_REFERENCE_TILE", "5")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings

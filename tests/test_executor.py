@@ -227,7 +227,7 @@ def test_a_reduction_sees_float32_in_its_kernel_and_the_stored_value_later():
 
     plan = plan_of(twice, *bf16("x M 32", "w 48 32", "u 48 48"))
     x, w, u = tensors_of(plan)
-    h, early, late = Executable(plan)([x, w, u], 6)
+    h, early, late = Executable(plan, tile=48)([x, w, u], 6)
     acc = x.float() @ w.float().T
     stored = acc.bfloat16()
     assert torch.equal(h, stored)

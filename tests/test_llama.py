@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import cadenza as cz
+from cadenza.backends import reference
 from cadenza.library.models import LlamaConfig, StockLlama
 
 CONFIG = LlamaConfig(
@@ -167,8 +168,9 @@ def step_seconds(model, batch):
 
 
 @pytest.mark.slow
-def test_a_training_step_takes_at_most_one_and_a_half_times_the_twins():
+def test_a_training_step_takes_at_most_one_and_a_half_times_the_twins(monkeypatch):
     """Interleaved, and the medians compared, so that the machine's moods fall on both."""
+    monkeypatch.setattr(reference, "TILE", None)
     config = LlamaConfig(
         vocabulary=256, width=256, layers=4, heads=4, key_value_heads=2, feed_forward=704,
         context=128,

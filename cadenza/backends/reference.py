@@ -7,6 +7,7 @@ oracle of every test.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,13 +24,15 @@ from cadenza.core.readiness import is_vector, reduces_matrix
 from cadenza.core.storage import compute_dtype, storage_dtypes
 
 Tensor = torch.Tensor
+# Rows and columns of a tile; none, the default, takes all at once. Results differ by rounding.
+TILE = int(os.environ.get("CADENZA_REFERENCE_TILE", "0")) or None
 
 
 class Executable:
-    """A plan made ready to run. `tile` is how many rows and columns a tile has, None for all."""
+    """A plan made ready to run. `tile` is how many rows and columns a tile has, TILE by default."""
 
     def __init__(self, plan: Plan, tile: int | None = None) -> None:
-        self.plan, self.tile = plan, tile
+        self.plan, self.tile = plan, TILE if tile is None else tile
         graph = plan.graph
         self.compute = getattr(torch, compute_dtype(graph))
         nodes = graph.nodes()
