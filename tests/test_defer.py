@@ -23,7 +23,9 @@ from planned import (
     products,
     verified,
 )
+from programs import check_program
 
+import cadenza as cz
 from cadenza.core import lang as L
 from cadenza.core import pipeline
 from cadenza.core.defer import ABSORB, COLUMN_SUM, DEFER, MERGE, PULL, RANK_ONE, RULES, defer
@@ -46,6 +48,11 @@ def norm_factor(a):
 def row_factor(a):
     """A row that is finished after its matrix."""
     return L.rsqrt(L.column_sum(a**2) + 1.0)
+
+
+def positive(c):
+    """A column that is never 0."""
+    return L.rsqrt(c**2 + 1.0)
 
 
 def before_and_after(function, operands, rules=RULES, stored=None) -> tuple[Graph, Graph]:
@@ -95,8 +102,8 @@ EXAMPLES = [
      ["k = x * sigmoid(x)", "acc1 = d.T @ k", "return acc1 * r"]),
     (COLUMN_SUM, lambda x, w, c: (x @ w, L.column_sum(x * c) @ w), [X, W, C], None,
      ["acc1 = x @ w", "return acc1, column_sum(acc1 * c)"]),
-    (COLUMN_SUM, lambda x, w, c: ((x * c) @ w, L.column_sum(x) @ w * 2.0), [X, W, C], None,
-     ["acc1 = x * c @ w", "return acc1, column_sum(acc1 / c) * 2.0"]),
+    (COLUMN_SUM, lambda x, w, c: ((x * positive(c)) @ w, L.column_sum(x) @ w * 2.0), [X, W, C],
+     None, ["acc1 = x * v1 @ w", "return acc1, column_sum(acc1 / v1) * 2.0"]),
     (PULL, lambda x, c: L.row_sum(x * c * 3.0), [X, C], None, ["return c * row_sum(x) * 3.0"]),
     (PULL, lambda x, r: L.column_sum(-x * r / 4.0), [X, R], None,
      ["return r * column_sum(x) * -0.25"]),
@@ -184,6 +191,8 @@ NEAR_MISSES = {
         lambda x, w, c: (L.tanh(x) @ w, L.column_sum(x * c) @ w), [X, W, C], None),
     "a product with another contracted factor": (
         lambda x, w, r: ((x * r) @ w, L.column_sum(x) @ w), [X, W, R], None),
+    "a product of rows scaled by what may be 0": (
+        lambda x, w, c: ((x * c) @ w, L.column_sum(x) @ w), [X, W, C], None),
     "sums of two kernels": (
         lambda d, x, u, z: L.row_sum((d @ u) * x) + L.row_sum((d @ z) * x),
         [D, X, U, "z 5 6 float64"], ()),
@@ -320,3 +329,15 @@ def test_each_rule_saves_bytes_or_reductions_somewhere(monkeypatch):
     for rule in (DEFER, ABSORB, RANK_ONE, COLUMN_SUM, MERGE):
         without(monkeypatch, rule)
         assert cost() > complete, rule
+
+
+def test_rows_scaled_by_zero_keep_their_column_sums():
+    """A mask is a column that no rule may divide by."""
+
+    @cz.block
+    def masked(x, w, mask):
+        return (x * mask) @ w, L.column_sum(x) @ w
+
+    x, w, mask = torch.randn(6, 4), torch.randn(4, 3), torch.tensor([0.0, 1, 0, 2, 0, 1])[:, None]
+    check_program(masked, x, w, mask)
+    assert masked(x, w, mask)[1].isfinite().all()

@@ -12,6 +12,7 @@ from itertools import product as pairs
 from typing import Any, NamedTuple
 
 from cadenza.core.algebra import Monomial, build, expand, factors, kind, total
+from cadenza.core.euler import is_positive_column
 from cadenza.core.ir import Graph, Node, topological
 from cadenza.core.ops import REAL, Op
 from cadenza.core.readiness import Readiness, Stage, is_product, is_vector
@@ -252,11 +253,16 @@ def _partial_of(node: Node, made: list[Node], done: dict[Node, Node]) -> Node | 
         if big.inputs[1] is node.inputs[1] and big.attributes == node.attributes:
             whole = factors(big.inputs[0])
             ratio = Monomial(summed.coefficient, summed.powers).times(whole.to_the(-1))
-            if all(kind(v) in ("column", "scalar") for v in ratio.powers):
+            if all(_scales(vector, power) for vector, power in ratio.powers.items()):
                 product: dict[Node, int] = {done.get(big, big): 1}
                 inside = build(ratio.times(Monomial(term.coefficient, product)), node.builder)
                 return node.builder.make(Op.COLUMN_SUM, (inside,), {})
     return None
+
+
+def _scales(vector: Node, power: int) -> bool:
+    """Whether it may stand in a column sum: a column, and if divided by, one that is never 0."""
+    return kind(vector) in ("column", "scalar") and (power > 0 or is_positive_column(vector))
 
 
 def defer(graph: Graph, **options: Any) -> Graph:
