@@ -5,6 +5,8 @@ that needs fewer says so itself, with `@settings`, and is then not lengthened by
 """
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch is imported, and inherited by the processes that tests start: several workers with
 # a thread for every core each would only wait for one another.
@@ -17,6 +19,7 @@ os.environ.setdefault("CADENZA_REFERENCE_TILE", "5")
 import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings
+from small_runs import SAMPLE_BYTES, train
 
 
 class TorchRandom:
@@ -59,3 +62,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def seed() -> None:
     """Every test starts from the same torch seed, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def short_samples() -> Iterator[None]:
+    """Runs of `cadenza train` in this process write a few bytes of text at their end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*SAMPLE_BYTES)
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(short_samples: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of 10 steps."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert train(folder, "--steps", 10) == 0
+    return folder

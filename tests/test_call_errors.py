@@ -128,7 +128,7 @@ def test_a_wrong_call_is_named_where_it_is(call, parts):
 
 @pytest.mark.parametrize("name", ["plain", "graph", "backward_graph"])
 def test_the_other_ways_to_call_say_the_same(name):
-    call = lambda: getattr(normed, name)(X, W)  # noqa: E731 (one line)
+    call = lambda: getattr(normed, name)(X, W)  # noqa: E731 (line is named)
     assert_raises(ProgramError, call, message(line_of(call), wrong_normed("no operand 'rstd'")))
 
 
@@ -136,7 +136,7 @@ def test_a_product_inside_of_a_block_is_named_inside():
     parts = dtypes("x of float32 and w of float16", "w.to(torch.float32) before the call")
     text = message(line_of(multiplied.function, 2), parts)
     assert_raises(ProgramError, lambda: multiplied(X, W.half()), text)
-    cast = lambda x, w: L.linear(L.silu(x), L.exp(w))  # noqa: E731 (one line)
+    cast = lambda x, w: L.linear(L.silu(x), L.exp(w))  # noqa: E731 (line is named)
     parts = dtypes("a value of float32 and a value of float16", "L.cast(value, 'float32')")
     assert_raises(ProgramError, lambda: block(cast)(X, W.half()), message(line_of(cast), parts))
 
@@ -306,13 +306,13 @@ DECLARATIONS = [
 
 @pytest.mark.parametrize(("shapes", "parts"), DECLARATIONS)
 def test_shapes_that_declare_nothing(shapes, parts):
-    function = lambda x, w: L.linear(x, w)  # noqa: E731 (one line)
+    function = lambda x, w: L.linear(x, w)  # noqa: E731 (line is named)
     text = message(line_of(function), parts)
     assert_raises(ProgramError, lambda: block(shapes=shapes)(function), text)
 
 
 def test_shapes_of_an_epilogue_are_those_of_its_call():
-    function = lambda acc: acc * 2.0  # noqa: E731 (one line)
+    function = lambda acc: acc * 2.0  # noqa: E731 (line is named)
     text = message(line_of(function), sizes("'acc': 'M N'"))
     assert_raises(ProgramError, lambda: epilogue(shapes={"acc": "M N"})(function), text)
 
@@ -363,7 +363,7 @@ def test_parameters_that_have_no_name(made, function, parts):
 
 
 def test_an_epilogue_needs_its_product():
-    function = lambda: 1.0  # noqa: E731 (one line)
+    function = lambda: 1.0  # noqa: E731 (line is named)
     expected = ("a first parameter, for the product", "def <lambda>(acc, ...)")
     parts = ("an epilogue without an accumulator", "<lambda>()", *expected)
     assert_raises(ProgramError, lambda: epilogue(function), message(line_of(function), parts))
@@ -372,13 +372,13 @@ def test_an_epilogue_needs_its_product():
 @pytest.mark.parametrize("made", [block, epilogue])
 @pytest.mark.parametrize("function", [3, {"x": "M D"}, torch.sin, functools.partial(int, base=2)])
 def test_what_is_no_function(made, function):
-    call = lambda: made(function)  # noqa: E731 (one line)
+    call = lambda: made(function)  # noqa: E731 (line is named)
     parts = ("a program is made of a Python function", f"{function!r:.60}", *DEFINITION)
     assert_raises(ProgramError, call, message(line_of(call), parts))
 
 
 def test_an_unknown_back_end(monkeypatch):
-    call = lambda: doubled(X, 2.0, backend="tritn")  # noqa: E731 (one line)
+    call = lambda: doubled(X, 2.0, backend="tritn")  # noqa: E731 (line is named)
     rest = "no such back end\n  found:    'tritn'\n  expected: one of auto, reference"
     assert_raises(BackEndError, call, f"{line_of(call)}: {rest}")
     monkeypatch.setenv("CADENZA_BACKEND", "tritn")

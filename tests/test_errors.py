@@ -281,11 +281,13 @@ def test_the_line_is_the_innermost_of_the_authors_own():
 def test_the_line_of_an_epilogue():
     parts = ("add of [M, 12] and [1, 16]", "12 and 16 columns", "as many columns, or 1", SIZES)
     text = message(line_of(over_a_product.function, 3), parts)
-    call = lambda: over_a_product(tensor(*X), tensor(*W), shift=tensor(8))  # noqa: E731 (one line)
+    x, w, shift = tensor(*X), tensor(*W), tensor(8)
+    call = lambda: over_a_product(x, w, shift=shift)  # noqa: E731 (line is named)
     assert_raises(ProgramError, call, text)
 
 
 def test_a_product_of_an_epilogue_fails_at_the_call():
-    call = lambda: over_a_product(tensor(*Y), tensor(*W), shift=tensor(8))  # noqa: E731 (one line)
+    x, w, shift = tensor(*Y), tensor(*W), tensor(8)
+    call = lambda: over_a_product(x, w, shift=shift)  # noqa: E731 (line is named)
     parts = ("matmul of x [M, 9] and w [12, 8]", "[M, 9] @ [12, 8].T", "equal contracted sizes")
     assert_raises(ProgramError, call, message(line_of(call), (*parts, LAYOUT)))

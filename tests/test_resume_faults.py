@@ -7,18 +7,13 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_runs import SAMPLE_BYTES, SMALL, contents, metrics, refusal, train
+from small_runs import SMALL, contents, metrics, refusal, train
 
 from cadenza.tools import atomic
 from cadenza.tools.checkpoint import FILE, Checkpoint, load_checkpoint, save_checkpoint
 from cadenza.tools.cli import main
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _short_samples():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(*SAMPLE_BYTES)
-        yield
+pytestmark = pytest.mark.usefixtures("short_samples")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import PNG, SAMPLE_BYTES, SMALL, metrics, train
+from small_runs import PNG, SMALL, metrics, train
 
 from cadenza.library.models import StockLlama
 from cadenza.tools import loop
@@ -20,20 +20,7 @@ from cadenza.tools.generate import generate
 from cadenza.tools.settings import Settings
 from cadenza.tools.trainer import Trainer, build_model
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _short_samples():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(*SAMPLE_BYTES)
-        yield
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """The folder of a finished run of 10 steps."""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    assert train(folder, "--steps", 10) == 0
-    return folder
+pytestmark = pytest.mark.usefixtures("short_samples")
 
 
 # The text

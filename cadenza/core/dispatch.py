@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from cadenza.core.errors import ProgramError
 from cadenza.core.ir import Node
@@ -56,4 +56,4 @@ def composite(function: Function) -> Function:
                     return function(*args, **kwargs)
         return function(*args, **kwargs)
 
-    return traced  # type: ignore[return-value]  # the same signature, by wraps
+    return cast(Function, traced)

@@ -167,8 +167,8 @@ def _rows(expression: ast.expr) -> int | str:
 
 
 def _number(expression: ast.expr, value: Any) -> float | int:
-    if type(value) in (int, float):
-        return value  # type: ignore[no-any-return]  # the line above says what it is
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
     raise _unexpected(expression, "a number")
 
 

@@ -51,7 +51,10 @@ def _first_in_column(x: Node, y: Node) -> Value:
 
 def _first_in_group(x: Node, y: Node) -> Value:
     size = y.attributes["size"]
-    least = lambda v: L.repeat(-L.group_max(-v, size), size)  # noqa: E731 (a row's argument)
+
+    def least(v: Value) -> Value:
+        return L.repeat(-L.group_max(-v, size), size)
+
     return _first(x, L.repeat(y, size), L.column_index(x), least)
 
 
