@@ -186,9 +186,7 @@ BROADCAST_FORM = {op for op in Op if op.group == "elementwise"} | {
 
 
 def differentiate(
-    outputs: Iterable[tuple[Node, Node]],
-    inputs: Iterable[Node],
-    euler: bool = True,
+    outputs: Iterable[tuple[Node, Node]], inputs: Iterable[Node], euler: bool = True
 ) -> dict[Node, Node]:
     """The gradients of `inputs` given pairs (output, its adjoint).
 
@@ -208,7 +206,7 @@ def differentiate(
             rule = euler_adjoint(node, order, exits, adjoints) if euler else None
             adjoints[node] = _adjoint(contributions[node], node.type) if rule is None else rule
             _backpropagate(node, adjoints[node], contributions, needed)
-            if euler:
+            if euler and node.op is Op.MUL and node.inputs[1] in needed:
                 _from_result(node, adjoints[node], contributions)
     return {i: spread(adjoints[i], i.type) for i in wanted if i in adjoints}
 
@@ -240,8 +238,8 @@ def _backpropagate(node: Node, g: Node, contributions: Contributions, needed: se
 
 def _from_result(node: Node, g: Node, contributions: Contributions) -> None:
     """y = x · c: dc = rowsum(g · y) / c, so that y is kept and x need not be."""
-    scaling = node.inputs[1] if node.op is Op.MUL else None
-    if scaling is not None and is_positive_column(scaling) and scaling in contributions:
+    scaling = node.inputs[1]
+    if is_positive_column(scaling):  # its newest contribution is that of this product
         contributions[scaling][-1] = (g * node / scaling, node.type)
 
 
