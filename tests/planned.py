@@ -17,7 +17,7 @@ from cadenza.core.ops import REAL, M
 from cadenza.core.pipeline import Pair, compile_program
 from cadenza.core.plan import Plan, verify_plan
 from cadenza.core.readiness import is_product
-from cadenza.core.storage import compute_dtype, storage_dtypes
+from cadenza.core.storage import dtypes_of
 from cadenza.core.trace import Operand, Signature, undecided
 from cadenza.library.blocks import BUILT_IN
 from cadenza.library.operands import as_matrix, describe
@@ -108,7 +108,7 @@ def call_of(name: str, arguments: Mapping[str, Any]) -> Call:
 
 def adjoints_of(graph: Graph, rows: int, compute: torch.dtype = torch.float64) -> list[Tensor]:
     """A random adjoint for every output of a program, in the dtype in which it is stored."""
-    stored = storage_dtypes(graph.nodes(), compute_dtype(graph))
+    stored = dtypes_of(graph)
     shapes = [[rows if size == M else size for size in o.shape] for o in graph.outputs]
     return [
         torch.randn(shape, dtype=compute).to(getattr(torch, stored[o]))
@@ -158,6 +158,6 @@ def bytes_moved(*plans: Plan | None) -> int:
 
 
 def _bytes_of_plan(plan: Plan) -> int:
-    stored = storage_dtypes(plan.graph.nodes(), compute_dtype(plan.graph))
+    stored = dtypes_of(plan.graph)
     vectors = sum(moved([*p.inputs, p], stored) for p in plan.vector_products)
     return vectors + sum(kernel_work(kernel, stored).bytes for kernel in plan.kernels)

@@ -6,7 +6,7 @@ from cadenza.core import lang as L
 from cadenza.core.cost import GPUS, ROWS, Gpu, Work, bytes_of, itemsize, kernel_work
 from cadenza.core.ops import M, Type
 from cadenza.core.pipeline import compile_program
-from cadenza.core.storage import compute_dtype, storage_dtypes
+from cadenza.core.storage import dtypes_of
 from cadenza.core.trace import Operand, Signature, trace
 from cadenza.core.unfused import Unfused
 
@@ -27,7 +27,7 @@ def signature(shapes, dtype="bfloat16"):
 
 def works(plan, rows=ROWS):
     """What each kernel of a plan does."""
-    dtypes = storage_dtypes(plan.graph.nodes(), compute_dtype(plan.graph))
+    dtypes = dtypes_of(plan.graph)
     return [kernel_work(kernel, dtypes, rows) for kernel in plan.kernels]
 
 

@@ -11,7 +11,7 @@ from block_operands import cast, operands
 from cadenza.backends import reference
 from cadenza.library.blocks import BUILT_IN
 from cadenza.tools import numerics
-from cadenza.tools.numerics import CASES, Errors, forms, medians
+from cadenza.tools.numerics import CASES, Errors, errors, forms
 from cadenza.tools.numerics_text import BAR, COMMAND, Above, above_bar, document, ratio
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "numerics.md"
@@ -74,17 +74,17 @@ def worse(monkeypatch):
 
 
 def measured(**options) -> dict[str, dict[str, dict[str, Errors]]]:
-    return {"llama-mlp": {"usual": medians("llama-mlp", USUAL, sizes=SMALL, **options)}}
+    return {"llama-mlp": {"usual": errors("llama-mlp", USUAL, sizes=SMALL, **options)}}
 
 
 def test_the_generator_measures_every_output_and_gradient_of_a_small_block():
     torch.manual_seed(0)
     operands = numerics.usual("norm-qkv", SMALL)
-    found = medians("norm-qkv", USUAL, sizes=SMALL, seeds=range(2))
+    found = errors("norm-qkv", USUAL, sizes=SMALL, seeds=range(2))
     assert list(found) == ["output 0", *(f"d {name}" for name in numerics.wanted(operands))]
     unit = torch.finfo(torch.bfloat16).eps
-    for value, errors in found.items():
-        assert all(unit / 8 < error < 4 * unit for error in errors), value
+    for value, each in found.items():
+        assert all(unit / 8 < error < 4 * unit for error in each), value
     assert found["output 0"].torch > found["output 0"].deferred
 
 
@@ -123,30 +123,45 @@ def test_ratios_of_errors_that_are_infinite_or_zero():
 
 
 def test_what_is_above_the_bar_is_named_in_the_document():
-    errors = {"v": Errors(0.2, 0.1, 0.3), "w": Errors(0.1, 0.1, 0.1)}
-    report = {block: {case.name: errors for case in CASES} for block in BUILT_IN}
+    made = {"v": Errors(0.2, 0.1, 0.3), "w": Errors(0.1, 0.1, 0.1)}
+    report = {block: {case.name: made for case in CASES} for block in BUILT_IN}
     above = [a._replace(repeated=2.0) for a in above_bar(report)]
     text = document(report, above, {}, SMALL, (5, 160))
     assert named(text) == {(block, case.name, "v") for block in BUILT_IN for case in CASES}
     assert "**1 above**" in text
-    assert "### Not explained" in text
+    assert "### Above the bar" in text
     luck = document(report, [a._replace(repeated=1.0) for a in above], {}, SMALL, (5, 160))
     assert named(luck) == named(text)
-    assert not re.search(r"\*\*|### Not explained", luck)
-    assert not Above("b", "c", "v", errors["v"]).by_chance
+    assert not re.search(r"\*\*|### Above the bar", luck)
+    assert not Above("b", "c", "v", made["v"]).by_chance
 
 
-def test_an_infinite_error_is_never_explained():
-    errors = Errors(math.inf, 0.1, 0.1)
-    report = {"gpt2": {case.name: {"d next_norm": errors} for case in CASES}}
-    above = [a._replace(repeated=math.inf) for a in above_bar(report)]
-    text = document(report, above, {}, SMALL, (5, 160))
-    assert len(table(text, "### Not explained")) == len(CASES)
+def test_a_norm_near_0_in_one_seed_decides_nothing():
+    runs = [[1e-9, 1.0, 1.0, 1.0], [2.0, 1.0, 3.0, 1.0]]
+    found = numerics._relative(runs)
+    assert found == pytest.approx((2**0.5 / 2, 10**0.5 / 2, 2**0.5 / 2))
+    assert numerics._relative([[0.0, 0.0, math.inf, 1.0]]) == (0.0, math.inf, 1.0)
+
+
+WORST = [
+    ("gpt2", "usual"), ("gpt2", "mean of 16 deviations"), ("gpt2", "fp16 near its range"),
+    ("qwen3", "fp16 near its range"), ("gemma2", "fp16 near its range"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "case"), WORST)
+def test_deferral_is_no_worse_than_the_textbook_where_it_was(block, case):
+    chosen = {case.name: case for case in CASES}[case]
+    sizes = {**SMALL, "M": 128, "D": 128, "head_dim": 32}
+    found = errors(block, chosen, sizes=sizes, seeds=range(8))
+    assert above_bar({block: {case: found}}) == []
 
 
 def test_the_document_has_every_block_and_input_and_names_what_is_above_the_bar():
     text = DOCUMENT.read_text(encoding="utf-8")
     assert COMMAND in text
+    assert "**" not in text
+    assert "### Above the bar" not in text
     summary = table(text, "## Block by block")
     rows = [(r["block"], r["input"]) for r in summary]
     assert rows == [(block, case.name) for block in BUILT_IN for case in CASES]

@@ -21,7 +21,7 @@ from cadenza.core.ir import Node
 from cadenza.core.ops import REAL, Op
 from cadenza.core.plan import Kernel, Plan
 from cadenza.core.readiness import is_vector, reduces_matrix
-from cadenza.core.storage import compute_dtype, storage_dtypes
+from cadenza.core.storage import compute_dtype, dtypes_of
 
 Tensor = torch.Tensor
 # Rows and columns of a tile; none, the default, takes all at once. Results differ by rounding.
@@ -36,7 +36,7 @@ class Executable:
         graph = plan.graph
         self.compute = getattr(torch, compute_dtype(graph))
         nodes = graph.nodes()
-        names = storage_dtypes(nodes, compute_dtype(graph))
+        names = dtypes_of(graph)
         self.dtypes = {n: torch_dtype(n, names[n]) for n in nodes}
         reduced = [r for k in plan.kernels for r in k.reductions]
         stored = [s for k in plan.kernels for s in k.stores]

@@ -71,6 +71,11 @@ def kernel_work(kernel: Kernel, dtypes: Mapping[Node, str], rows: int = ROWS) ->
     return Work(flops, read + moved([*kernel.stores, *kernel.reductions], dtypes, rows))
 
 
+def vector_product_work(product: Node, dtypes: Mapping[Node, str], rows: int = ROWS) -> Work:
+    """What a matrix-vector product computes and must move."""
+    return Work(product_flops(product, rows), moved([product, *product.inputs], dtypes, rows))
+
+
 class Gpu(NamedTuple):
     """A GPU's nominal rates, dense, and the share of them that real kernels sustain.
 

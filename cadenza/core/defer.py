@@ -17,14 +17,16 @@ from cadenza.core.ir import Graph, Node, topological
 from cadenza.core.ops import REAL, Op
 from cadenza.core.readiness import Readiness, Stage, is_product, is_vector
 from cadenza.core.rewrite import rebuild
+from cadenza.core.rounding import rounded_sums
 
-DEFER, ABSORB, RANK_ONE, COLUMN_SUM, PULL, MERGE = RULES = (
+DEFER, ABSORB, RANK_ONE, COLUMN_SUM, PULL, MERGE, ROUNDED = RULES = (
     "a late factor on a free index leaves a product",
-    "a factor of a stored forward value leaves a product",
+    "a factor of a stored value leaves a product",
     "(A + c·r) @ B = A @ B + c·(r @ B)",
     "colsum(c·X) @ B = colsum(c·(X @ B))",
     "rowsum(c·X) = c·rowsum(X), colsum(X·r) = colsum(X)·r",
     "rowsum(X) + rowsum(Y) = rowsum(X + Y) in one kernel",
+    "colsum(c·X) beside X.T @ Y sums X as it is stored",
 )
 
 
@@ -66,7 +68,9 @@ class Deferral:
             done[node] = current if made is None else made
             self.readiness.stage(done[node])
         results = [done[root] for root in roots]
-        return self._column_sums(results) if COLUMN_SUM in self.rules else results
+        results = self._column_sums(results) if COLUMN_SUM in self.rules else results
+        rounds = self.backward and ROUNDED in self.rules
+        return rounded_sums(results, self.ready) if rounds else results
 
     def _rewrite(self, node: Node) -> Node | None:
         if node.op is Op.MATMUL:
@@ -152,10 +156,10 @@ class Deferral:
         term = factors(operand, self._shares)
         outer = {v: p for v, p in term.vectors.items() if kind(v) == "scalar"}
         loose = {v: p for v, p in term.vectors.items() if kind(v) == free}
-        if operand in self.ready:
-            rest = build(term.without([*outer, *loose]), operand.builder)
-            outer |= loose if rest in self.stored and ABSORB in self.rules else {}
-        elif DEFER in self.rules:
+        rest = build(term.without([*outer, *loose]), operand.builder)
+        if rest in self.stored and ABSORB in self.rules:
+            outer |= loose
+        elif operand not in self.ready and DEFER in self.rules:
             outer |= self._late(term, self._core(term), free)
         if not outer:
             return None

@@ -141,6 +141,7 @@ class Builder:
         self.tracing = False
         self.names: dict[Node, str] = {}
         self.functions: dict[Node, int] = {}
+        self.verified: set[Node] = set()
         self._function: int | None = None
         self._interned: dict[Any, Node] = {}
         self._count = 0
@@ -256,16 +257,14 @@ _CURES = {
 def topological(roots: Iterable[Node]) -> list[Node]:
     """All nodes that the roots depend on, each after its inputs, in a fixed order."""
     order: dict[Node, None] = {}
-    stack = [(root, False) for root in reversed(list(roots))]
+    stack = list(roots)[::-1]
     while stack:
-        node, ready = stack.pop()
-        if node in order:
-            continue
-        if ready:
-            order[node] = None
+        node = stack[-1]
+        missing = [i for i in node.inputs if i not in order]
+        if missing:
+            stack += missing[::-1]
         else:
-            stack.append((node, True))
-            stack.extend((i, False) for i in reversed(node.inputs) if i not in order)
+            order[stack.pop()] = None
     return list(order)
 
 
@@ -332,7 +331,11 @@ def verify(graph: Graph) -> Graph:
 
 
 def _verify_node(node: Node, seen: set[Node], graph: Graph) -> None:
+    if node.op is Op.INPUT:
+        _hold_for(node, any(node is i for i in graph.inputs), "is not among the inputs")
     _hold_for(node, all(i in seen for i in node.inputs), "is used before it exists")
+    if node in node.builder.verified:  # a value never changes
+        return
     _hold_for(node, all(i.builder is node.builder for i in node.inputs), "mixes programs")
     _hold_for(node, tuple(node.attributes) == node.op.attributes, "has wrong attributes")
     try:
@@ -341,8 +344,7 @@ def _verify_node(node: Node, seen: set[Node], graph: Graph) -> None:
         raise VerificationError(f"{graph.name}: {node!r}: {error}") from None
     if inferred != node.type:
         raise VerificationError(f"{node!r} should have type {inferred}")
-    if node.op is Op.INPUT:
-        _hold_for(node, any(node is i for i in graph.inputs), "is not among the inputs")
+    node.builder.verified.add(node)
 
 
 def _hold_for(node: Node, condition: bool, problem: str) -> None:

@@ -250,20 +250,22 @@ class Op(Enum):
     TRANSPOSE = _rule("vector", 1, _transpose)
     MATMUL = _rule("product", 2, _matmul, "transpose_a transpose_b")
 
+    __hash__ = object.__hash__  # Enum's is a function of Python: too slow for what asks most
+
     @property
     def group(self) -> str:
         """leaf, elementwise, columns, reduction, vector or product."""
-        return self.value.group
+        return self._value_.group
 
     @property
     def arity(self) -> int:
         """How many values it takes; MANY for one or more."""
-        return self.value.arity
+        return self._value_.arity
 
     @property
     def attributes(self) -> tuple[str, ...]:
         """Names of the compile-time arguments, in order."""
-        return self.value.attributes
+        return self._value_.attributes
 
     @property
     def label(self) -> str:
@@ -275,4 +277,4 @@ class Op(Enum):
         expected = "at least one" if self.arity == MANY else str(self.arity)
         fits = len(types) >= 1 if self.arity == MANY else len(types) == self.arity
         _require(fits, f"{len(types)} values", expected)
-        return self.value.infer(*types, **attributes)
+        return self._value_.infer(*types, **attributes)

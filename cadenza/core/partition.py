@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import networkx
+from networkx.algorithms.flow import dinitz
 
 from cadenza.core.ir import Node
 
@@ -36,7 +37,7 @@ def minimum_cut(roots: Iterable[Node], weight: Weight, sources: Sources) -> list
         if node.id not in nodes:
             nodes[node.id] = node
             pending.extend(_connect(network, node, weight(node), sources(node)))
-    _, (_, near_use) = networkx.minimum_cut(network, "origin", "use")
+    _, (_, near_use) = networkx.minimum_cut(network, "origin", "use", flow_func=dinitz)
     kept = [n for n in nodes.values() if (n.id, "in") in near_use and (n.id, "out") not in near_use]
     return sorted(kept, key=lambda n: n.id)
 

@@ -8,15 +8,18 @@
     forward  = schedule(deferred and saved)
     backward = schedule(joint from what is saved)
 
+This is done for the program with and without deferral, and the cheaper form is kept (`choice`).
 After each arrow the graph or plan is verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from cadenza.core.choice import keeps_deferred
 from cadenza.core.defer import defer
 from cadenza.core.ir import Graph, Node, topological, verify
 from cadenza.core.ops import REAL, Op
@@ -24,7 +27,7 @@ from cadenza.core.plan import Plan
 from cadenza.core.rules import lower, simplify
 from cadenza.core.saved import also_return, free_name, from_saved, new_input, save
 from cadenza.core.schedule import schedule
-from cadenza.core.storage import compute_dtype, storage_dtypes
+from cadenza.core.storage import compute_dtype, dtypes_of, storage_dtypes
 from cadenza.core.trace import Signature, trace
 from cadenza.core.vjp import differentiate
 
@@ -81,25 +84,82 @@ def compile_program(
 
 
 def differentiate_program(
-    program: Graph, needed: Iterable[str] = (), wide: Iterable[str] = (), deferral: bool = True
+    program: Graph,
+    needed: Iterable[str] = (),
+    wide: Iterable[str] = (),
+    deferral: bool | None = None,
 ) -> Pair:
     """The plans of a program and of the gradients of the inputs named in `needed`.
 
     Without `deferral` they are those of the textbook: no factor leaves a product, no Euler's rule.
+    With None the cheaper form is taken (`choice`).
     """
-    names = set(needed)
-    options: dict[str, Any] = {} if deferral else {"rules": ()}
-    graph = verify(defer(verify(lower(program)), **options))
-    graph = verify(simplify(verify(lower(graph))))
-    first = schedule(graph)
+    names = frozenset(needed)
+    if deferral is not None:
+        return _Form(program, deferral).pair(names, frozenset(wide))
+    forms = {chosen: _Form(program, chosen) for chosen in (True, False)}
+    multiplied = frozenset(str(i.attributes["name"]) for i in _multiplied(program))
+
+    def plans(chosen: bool) -> list[Plan]:
+        pair = forms[chosen].pair(multiplied)
+        return [plan for plan in (pair.forward_plan, pair.backward_plan) if plan]
+
+    kept = keeps_deferred(forms[True].graph, forms[False].graph, plans)
+    return forms[kept].pair(names, frozenset(wide))
+
+
+def _multiplied(program: Graph) -> list[Node]:
+    """The inputs that products depend on: other gradients are alike, deferred or not."""
+    products = [n for n in program.nodes() if n.op is Op.MATMUL]
+    reached = set(topological(products))
+    return [i for i in program.inputs if i in reached and i.type.kind == REAL]
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """A program deferred or not."""
+
+    program: Graph
+    deferral: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of `defer`."""
+        return {} if self.deferral else {"rules": ()}
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Forward."""
+        graph = verify(defer(verify(lower(self.program)), **self.options))
+        return verify(simplify(verify(lower(graph))))
+
+    @cached_property
+    def first(self) -> Plan:
+        """Forward's plan for the outputs alone."""
+        return schedule(self.graph)
+
+    @cached_property
+    def _pairs(self) -> dict[Any, Pair]:
+        return {}
+
+    def pair(self, needed: frozenset[str], wide: frozenset[str] = frozenset()) -> Pair:
+        """The plans, with the gradients of the inputs named in `needed`."""
+        key = needed, wide
+        if key not in self._pairs:
+            self._pairs[key] = _pair(self, needed, wide)
+        return self._pairs[key]
+
+
+def _pair(form: _Form, names: frozenset[str], wide: frozenset[str]) -> Pair:
+    program, graph, first = form.program, form.graph, form.first
     wanted = [i for i in graph.inputs if i.attributes["name"] in names and i.type.kind == REAL]
     differentiable = dependent(graph, wanted)
     if not differentiable:
         return Pair(program, first)
     adjoints = new_adjoints(graph, differentiable)
-    joint = verify(gradients(graph, wanted, adjoints, set(wide), euler=deferral))
+    joint = verify(gradients(graph, wanted, adjoints, wide, euler=form.deferral))
     joint = verify(lower(verify(simplify(joint))))
-    joint = verify(simplify(verify(_deferred(joint, adjoints.values(), first, options))))
+    joint = verify(simplify(verify(_deferred(joint, adjoints.values(), first, form.options))))
     saved = save(graph, joint, set(adjoints.values()))
     forward = verify(also_return(graph, saved))
     backward, values = from_saved(joint, forward, graph)
@@ -149,7 +209,7 @@ def dependent(graph: Graph, wanted: list[Node]) -> tuple[int, ...]:
 
 def new_adjoints(graph: Graph, differentiable: Iterable[int]) -> dict[int, Node]:
     """A new input for the adjoint of each differentiable output, by position."""
-    stored = storage_dtypes(graph.nodes(), compute_dtype(graph))
+    stored = dtypes_of(graph)
     taken = {str(i.attributes["name"]) for i in graph.inputs}
     return {
         p: new_input(output, free_name(f"d_{graph.labels[p]}", taken), stored[output])
@@ -162,7 +222,7 @@ def gradients(
     graph: Graph,
     wanted: list[Node],
     adjoints: Mapping[int, Node],
-    wide: set[str],
+    wide: Container[str],
     euler: bool = True,
 ) -> Graph:
     """The program of all gradients, over the inputs and the outputs' adjoints."""

@@ -19,7 +19,7 @@ from cadenza.core.ops import BOOLEAN, Op
 from cadenza.core.pipeline import Pair
 from cadenza.core.plan import Kernel, Plan
 from cadenza.core.readiness import is_vector, reduces_matrix
-from cadenza.core.storage import compute_dtype, storage_dtypes
+from cadenza.core.storage import dtypes_of
 from cadenza.core.text import LINE, Text, expression
 
 
@@ -76,7 +76,7 @@ class PairText:
     def held(self) -> list[Held]:
         """What forward keeps for backward beside inputs, outputs and weights."""
         graph = self.pair.forward
-        dtypes = storage_dtypes(graph.nodes(), compute_dtype(graph))
+        dtypes = dtypes_of(graph)
         return [
             Held(self.names[n], "bool" if n.type.kind == BOOLEAN else dtypes[n], n)
             for n in graph.outputs[self.pair.outputs :]
@@ -127,7 +127,7 @@ class _Printer:
 
     def __init__(self, plan: Plan, names: Names, prefix: str) -> None:
         self.plan, self.names, self.prefix = plan, names, prefix
-        self.dtypes = storage_dtypes(plan.graph.nodes(), compute_dtype(plan.graph))
+        self.dtypes = dtypes_of(plan.graph)
         self.uses = Counter(i for node in plan.graph.nodes() for i in node.inputs)
         self.finished: set[Node] = set()
 

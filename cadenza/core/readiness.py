@@ -33,6 +33,7 @@ class Stage(NamedTuple):
 
 
 AT_HAND = Stage(0, 0)
+ACROSS = {op for op in Op if op.group == "reduction"} - {Op.GROUP_SUM, Op.GROUP_MAX}
 Later = Callable[[Node, Stage], Stage]
 
 
@@ -53,8 +54,7 @@ def is_product(node: Node) -> bool:
 
 def reduces_matrix(node: Node) -> bool:
     """Whether a value is a reduction over all rows or columns of a matrix."""
-    across = node.op.group == "reduction" and node.op not in (Op.GROUP_SUM, Op.GROUP_MAX)
-    return across and node.inputs[0].type.is_matrix
+    return node.op in ACROSS and node.inputs[0].type.is_matrix
 
 
 class Readiness:

@@ -7,7 +7,7 @@ equations written as ordinary expressions: `equation(lambda x: (x + 0.0, x))`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cadenza.core.errors import VerificationError
@@ -101,23 +101,25 @@ def equation(sides: Callable[..., tuple[Any, Any]]) -> Rule:
         result: Node = _build(right, found, node)
         return result if result.type == node.type else None
 
+    rule.head = left.op  # type: ignore[attr-defined]  # nothing else can match
     return rule
 
 
 def rewrite(roots: Iterable[Node], rules: Sequence[Rule]) -> list[Node]:
     """The roots with every rule applied wherever it fires."""
     roots = list(roots)
+    by_head = {op: [r for r in rules if getattr(r, "head", op) is op] for op in Op}
     done: dict[Node, Node] = {}
     for node in topological(roots):
-        _settle(node, rules, done)
+        _settle(node, by_head, done)
     return [done[root] for root in roots]
 
 
-def _settle(node: Node, rules: Sequence[Rule], done: dict[Node, Node]) -> Node:
+def _settle(node: Node, rules: Mapping[Op, Sequence[Rule]], done: dict[Node, Node]) -> Node:
     if node in done:
         return done[node]
     current = rebuild(node, [_settle(i, rules, done) for i in node.inputs])
-    made = next((r for rule in rules if (r := rule(current)) is not None), None)
+    made = next((r for rule in rules[current.op] if (r := rule(current)) is not None), None)
     if made is not None and made.type != node.type:
         raise VerificationError(f"a rule turned {node!r} into {made!r}")
     final = current if made is None else _settle(made, rules, done)

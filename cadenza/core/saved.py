@@ -9,7 +9,7 @@ from cadenza.core.ir import Graph, Node, topological
 from cadenza.core.ops import BOOLEAN, Op
 from cadenza.core.partition import minimum_cut
 from cadenza.core.readiness import reduces_matrix
-from cadenza.core.storage import compute_dtype, storage_dtypes
+from cadenza.core.storage import dtypes_of
 
 LEAVES = (Op.INPUT, Op.CONSTANT, Op.COLUMN_INDEX, Op.ROW_INDEX)
 
@@ -51,7 +51,7 @@ def save(graph: Graph, joint: Graph, adjoints: set[Node]) -> list[Node]:
     Products and reductions that the outputs need are never computed again.
     """
     forward, outputs = set(graph.nodes()), {*graph.outputs, *parts(graph.outputs)}
-    stored = storage_dtypes(topological(graph.outputs), compute_dtype(graph))
+    stored = dtypes_of(graph)
 
     def weight(node: Node) -> float:
         if node.op in LEAVES or node in outputs:
@@ -96,7 +96,7 @@ def from_saved(joint: Graph, forward: Graph, graph: Graph) -> tuple[Graph, tuple
 
     Saved values and outputs become inputs, so no other work of forward is left in it.
     """
-    stored = storage_dtypes(forward.nodes(), compute_dtype(graph))
+    stored = dtypes_of(forward)
     taken = {str(i.attributes["name"]) for i in joint.inputs}
     fresh: dict[Node, Node] = {}
     position: dict[Node, str | int] = {i: str(i.attributes["name"]) for i in graph.inputs}

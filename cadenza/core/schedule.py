@@ -17,7 +17,7 @@ from cadenza.core.ops import Op
 from cadenza.core.partition import minimum_cut
 from cadenza.core.plan import Kernel, Plan, verify_plan
 from cadenza.core.readiness import Readiness, Stage, is_product, is_vector, reduces_matrix
-from cadenza.core.storage import compute_dtype, storage_dtypes
+from cadenza.core.storage import dtypes_of
 
 ROW_LIMIT = 32768  # columns of a row that one program of a pointwise kernel can hold
 INDICES = (Op.CONSTANT, Op.COLUMN_INDEX, Op.ROW_INDEX)
@@ -39,7 +39,7 @@ class _Scheduler:
         self.readiness = Readiness(later=finished)
         for node in self.order:
             self.readiness.stage(node)
-        self.dtypes = storage_dtypes(self.order, compute_dtype(graph))
+        self.dtypes = dtypes_of(graph)
         self.stored = {n for n in self.order if n.op is Op.INPUT}
         self.stores: dict[Key, list[Node]] = defaultdict(list)
         self.reductions: dict[Key, list[Node]] = defaultdict(list)
@@ -79,7 +79,8 @@ class _Scheduler:
         for operand in late:
             self._place(operand)
         self._store_what_crosses()
-        self._store_besides()
+        if self.besides:
+            self._store_besides()
         keys = {(k + 1, 0, False) for k in range(len(self.readiness.products))}
         keys |= {key for key, made in [*self.stores.items(), *self.reductions.items()] if made}
         kernels = tuple(self._kernel(key) for key in sorted(keys))
@@ -221,6 +222,7 @@ class _Walk:
 
     def __init__(self, scheduler: _Scheduler, key: Key, again: bool) -> None:
         self.scheduler, self.key, self.again = scheduler, key, again
+        self.seen: set[Node] = set()
         self.body: dict[Node, None] = {}
         self.loads: dict[Node, None] = {}
         self.vectors: dict[Node, None] = {}
@@ -228,8 +230,9 @@ class _Walk:
 
     def visit(self, node: Node) -> None:
         """Adds a value and all that it is made of here."""
-        if any(node in known for known in (self.body, self.loads, self.vectors, self.foreign)):
+        if node in self.seen:
             return
+        self.seen.add(node)
         native = self.scheduler.host(node) == self.key
         if node.op in INDICES:
             self.body[node] = None

@@ -7,10 +7,13 @@ rounded once, where it is stored.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from weakref import WeakKeyDictionary
 
 from cadenza.core.errors import ProgramError
 from cadenza.core.ir import Graph, Node, topological
 from cadenza.core.ops import BOOLEAN, FLOATS, INTEGER, Op
+
+_KNOWN: WeakKeyDictionary[Graph, dict[Node, str]] = WeakKeyDictionary()
 
 
 def compute_dtype(graph: Graph) -> str:
@@ -22,6 +25,14 @@ def widest_statistic(inputs: Iterable[Node]) -> str:
     """The dtype of columns, rows and scalars computed from these inputs."""
     double = any(i.attributes["dtype"] == "float64" for i in inputs)
     return "float64" if double else "float32"
+
+
+def dtypes_of(graph: Graph) -> dict[Node, str]:
+    """The dtype of each value of a program where it is stored; kept as long as the graph is."""
+    found = _KNOWN.get(graph)
+    if found is None:
+        found = _KNOWN[graph] = storage_dtypes(graph.nodes(), compute_dtype(graph))
+    return found
 
 
 def storage_dtype(node: Node) -> str:

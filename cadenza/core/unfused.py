@@ -19,7 +19,7 @@ from cadenza.core.ops import REAL, Op
 from cadenza.core.rewrite import rebuild
 from cadenza.core.rules import simplify
 from cadenza.core.saved import new_input
-from cadenza.core.storage import compute_dtype, storage_dtypes
+from cadenza.core.storage import dtypes_of
 from cadenza.core.vjp import differentiate
 
 VIEWS = (Op.SPLIT, Op.COLUMNS, Op.REPEAT, Op.TILE, Op.TRANSPOSE)
@@ -41,7 +41,7 @@ class Unfused:
     def __init__(self, graph: Graph, rows: int = ROWS) -> None:
         self.graph, self.rows = graph, rows
         self.order = graph.nodes()
-        self.dtypes = storage_dtypes(self.order, compute_dtype(graph))
+        self.dtypes = dtypes_of(graph)
         self.steps = [self._step(nodes) for nodes in self._groups()]
 
     def forward(self) -> list[Work]:

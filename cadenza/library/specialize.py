@@ -19,7 +19,7 @@ from cadenza.backends import compile_plan
 from cadenza.core.ir import Graph
 from cadenza.core.ops import BOOLEAN, M
 from cadenza.core.pipeline import Pair, compile_program
-from cadenza.core.storage import compute_dtype, storage_dtypes
+from cadenza.core.storage import dtypes_of
 from cadenza.core.text import digest
 from cadenza.core.trace import Signature, undecided
 from cadenza.library.operands import Operands, describe
@@ -112,7 +112,7 @@ class Specialization:
 
 def described_outputs(graph: Graph) -> list[tuple[Any, int, torch.dtype]]:
     """Rows, columns and dtype of each output of a program."""
-    stored = storage_dtypes(graph.nodes(), compute_dtype(graph))
+    stored = dtypes_of(graph)
     names = ["bool" if o.type.kind == BOOLEAN else stored[o] for o in graph.outputs]
     return [
         (o.type.rows, int(o.type.columns), getattr(torch, name))

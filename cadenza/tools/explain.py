@@ -14,13 +14,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from cadenza.core.cost import GPUS, Gpu, Work, bytes_of, kernel_work, moved, product_flops
+from cadenza.core.cost import GPUS, Gpu, Work, bytes_of, kernel_work, vector_product_work
 from cadenza.core.errors import ProgramError
 from cadenza.core.ir import Graph
 from cadenza.core.pipeline import compile_program
 from cadenza.core.plan_text import KernelText, Line, PairText, PlanText, counts
 from cadenza.core.reasons import reasons
-from cadenza.core.storage import compute_dtype, storage_dtypes
+from cadenza.core.storage import dtypes_of
 from cadenza.core.text import show
 from cadenza.core.trace import trace
 from cadenza.core.unfused import Unfused
@@ -69,14 +69,13 @@ def explain(target: Target) -> Explanation:
 
 def _works(text: PlanText, rows: int) -> Iterator[tuple[str, Work]]:
     graph = text.plan.graph
-    dtypes = storage_dtypes(graph.nodes(), compute_dtype(graph))
+    dtypes = dtypes_of(graph)
     for kernel in text.kernels:
         assert kernel.kernel is not None
         yield kernel.name, kernel_work(kernel.kernel, dtypes, rows)
     for kernel in text.beside:
         assert kernel.node is not None
-        size = moved([kernel.node, *kernel.node.inputs], dtypes, rows)
-        yield kernel.name, Work(product_flops(kernel.node, rows), size)
+        yield kernel.name, vector_product_work(kernel.node, dtypes, rows)
 
 
 def total(works: Sequence[Work], gpu: Gpu, dtype: str) -> dict[str, Any]:

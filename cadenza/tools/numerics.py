@@ -10,7 +10,6 @@ every operation rounds. The oracle is that function in float64 on the same round
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,11 +34,11 @@ NORMED = ("w_gate_up", "w_up", "w_qkv", "w")  # weights whose product is scaled 
 POST_NORMED = ("gemma2",)
 SIZES = {"M": 192, "D": 384, "F": 512, "V": 640, "head_dim": 64, "heads": 4, "key_value_heads": 2}
 SEEDS = range(5)
-REPEATS = range(100)  # seeds for what is above the bar
+REPEATS = range(400)  # seeds for what is above the bar
 
 
 class Errors(NamedTuple):
-    """Relative errors, in the Frobenius norm, of one value in three forms."""
+    """Relative errors of one value in three forms."""
 
     deferred: float
     textbook: float
@@ -165,8 +164,8 @@ def plain(block: Program, operands: Operands, adjoints: Mapping[str, Tensor]) ->
     return {f"output {n}": y.detach() for n, y in found.items()} | named
 
 
-def by_plan(block: Program, operands: Operands, deferral: bool) -> Form:
-    """Outputs and gradients by a plan, with or without deferral and Euler's rule."""
+def by_plan(block: Program, operands: Operands, deferral: bool | None) -> Form:
+    """Outputs and gradients by a plan: as it is run (None), or without deferral (False)."""
     program = block.graph(**operands)
     pair = differentiate_program(program, wanted(operands), deferral=deferral)
     compiled = Specialization(pair, "reference", "")
@@ -187,7 +186,7 @@ def by_plan(block: Program, operands: Operands, deferral: bool) -> Form:
 
 def forms(block: Program, operands: Operands) -> tuple[Form, ...]:
     """The three forms, in the order of Errors, compiled for operands like these."""
-    plans = [by_plan(block, operands, deferral) for deferral in (True, False)]
+    plans = [by_plan(block, operands, deferral) for deferral in (None, False)]
     return *plans, partial(plain, block)
 
 
@@ -199,16 +198,14 @@ def _labelled(returned: Any) -> dict[str, Tensor]:
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def relative_error(actual: Tensor, oracle: Tensor) -> float:
-    """The Frobenius norm of the difference over that of the oracle; infinite if it isn't finite."""
-    difference = (actual.double() - oracle).norm().item()
-    size = oracle.norm().item()
-    error = difference / size if size else difference
-    return error if math.isfinite(error) else math.inf
+def difference(actual: Tensor, oracle: Tensor) -> float:
+    """The Frobenius norm of the difference; infinite if it isn't finite."""
+    norm = (actual.double() - oracle).norm().item()
+    return norm if math.isfinite(norm) else math.inf
 
 
 def measured(block: Program, operands: Operands, given: Iterable[Form]) -> dict[str, list[float]]:
-    """By value, the errors of forms on operands, for random adjoints."""
+    """By value, its norm and the differences of forms from it, for random adjoints."""
     with torch.no_grad():
         exact = _labelled(block.plain(**cast(operands, torch.float64)))
     dtype = operands["x"].dtype
@@ -218,30 +215,33 @@ def measured(block: Program, operands: Operands, given: Iterable[Form]) -> dict[
     }
     oracle = plain(block, cast(operands, torch.float64), adjoints)
     found = [form(operands, adjoints) for form in given]
-    return {n: [relative_error(f[n], value) for f in found] for n, value in oracle.items()}
+    return {
+        n: [value.norm().item(), *(difference(f[n], value) for f in found)]
+        for n, value in oracle.items()
+    }
 
 
-def errors_by_seed(
+def errors(
     name: str,
     case: Case,
     sizes: Mapping[str, int] = SIZES,
     seeds: Iterable[int] = SEEDS,
     compiled: Callable[[Program, Operands], Iterable[Form]] = forms,
-) -> dict[str, list[list[float]]]:
-    """By value of a block, the errors of each form, one after the other, seed by seed."""
+) -> dict[str, Errors]:
+    """By value of a block, the errors of each form over all seeds together."""
     block, runs, given = BUILT_IN[name], [], None
     for seed in seeds:
         torch.manual_seed(seed)
         operands = cast(case.change(usual(name, sizes)), case.dtype)
         given = given or tuple(compiled(block, operands))
         runs.append(measured(block, operands, given))
-    return {v: [[r[v][form] for r in runs] for form in range(3)] for v in runs[0]}
+    return {value: _relative([run[value] for run in runs]) for value in runs[0]}
 
 
-def medians(name: str, case: Case, **options: Any) -> dict[str, Errors]:
-    """By value of a block, the median error of each form; options are those of errors_by_seed."""
-    found = errors_by_seed(name, case, **options)
-    return {value: Errors(*map(statistics.median, errors)) for value, errors in found.items()}
+def _relative(runs: Sequence[Sequence[float]]) -> Errors:
+    """Root mean squares of differences over that of norms: one seed's norm may be near 0."""
+    norm, *differences = (math.hypot(*column) for column in zip(*runs, strict=True))
+    return Errors(*(found / norm if norm else found for found in differences))
 
 
 def repeated(above: Sequence[Above], progress: Callable[[str], None] = str) -> list[Above]:
@@ -249,12 +249,12 @@ def repeated(above: Sequence[Above], progress: Callable[[str], None] = str) -> l
     cases, known = {case.name: case for case in CASES}, {}
     for block, case in dict.fromkeys(a[:2] for a in above if math.isfinite(ratio(a.errors))):
         progress(f"{block}, {case}, {len(REPEATS)} seeds")
-        known[block, case] = errors_by_seed(block, cases[case], seeds=REPEATS)
+        known[block, case] = errors(block, cases[case], seeds=REPEATS)
 
     def again(a: Above) -> float:
         if not math.isfinite(ratio(a.errors)):
             return math.inf
-        return ratio(Errors(*(math.hypot(*errors) for errors in known[a.block, a.case][a.value])))
+        return ratio(known[a.block, a.case][a.value])
 
     return [a._replace(repeated=again(a)) for a in above]
 
@@ -266,7 +266,7 @@ def report(progress: Callable[[str], None] = str) -> dict[str, dict[str, dict[st
         found[name] = {}
         for case in CASES:
             progress(f"{name}, {case.name}")
-            found[name][case.name] = medians(name, case)
+            found[name][case.name] = errors(name, case)
     return found
 
 
