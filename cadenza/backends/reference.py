@@ -66,7 +66,8 @@ class Executable:
 
     def __call__(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
         """The outputs, new contiguous tensors, of inputs in the graph's order, each 2-D."""
-        memory = _Memory(self, tensors, rows)
+        inputs = zip(self.plan.graph.inputs, tensors, strict=True)
+        memory = Memory(self, dict(inputs), rows, tensors[0].device)
         for kernel, spent in zip(self.kernels, self.spent, strict=True):
             kernel.run(memory)
             for node in spent:
@@ -75,14 +76,15 @@ class Executable:
         return [owner.own(memory.output(o), self.dtypes[o]) for o in self.plan.graph.outputs]
 
 
-class _Memory:
+class Memory:
     """What exists between kernels: stored matrices, finished reductions and vectors."""
 
-    def __init__(self, executable: Executable, tensors: Sequence[Tensor], rows: int) -> None:
-        self.executable, self.rows = executable, rows
-        inputs = zip(executable.plan.graph.inputs, tensors, strict=True)
-        self.stored: dict[Node, Tensor] = dict(inputs)
-        self.vectors: Values = {"like": tensors[0].new_empty(0, dtype=executable.compute)}
+    def __init__(
+        self, executable: Executable, stored: dict[Node, Tensor], rows: int, device: torch.device
+    ) -> None:
+        self.executable, self.rows, self.stored = executable, rows, stored
+        like = torch.empty(0, dtype=executable.compute, device=device)
+        self.vectors: Values = {"like": like}
 
     def load(self, node: Node) -> Tensor:
         """A stored value in the compute type. KeyError when it was never stored."""
@@ -134,7 +136,7 @@ class _KernelRun:
         in_place = self.reuse.in_place(node)
         return steps.step(node) if in_place is None else lambda values, rows: in_place(values)
 
-    def run(self, memory: _Memory) -> None:
+    def run(self, memory: Memory) -> None:
         """Computes, stores and reduces."""
         kernel, product = self.kernel, self.kernel.product
         values: Values = {"like": memory.vectors["like"]}
@@ -156,7 +158,7 @@ class _KernelRun:
             else:
                 memory.vectors[node] = self._reduce(node, shape(values, memory.rows), memory)
 
-    def _reduce(self, node: Node, x: Tensor, memory: _Memory) -> Tensor:
+    def _reduce(self, node: Node, x: Tensor, memory: Memory) -> Tensor:
         others = [memory.vector(i) for i in node.inputs[1:]]
         axis = 1 if node.op in ROWS else 0
         if self.tile is None or x.shape[axis] <= self.tile:

@@ -34,7 +34,7 @@ NORMED = ("w_gate_up", "w_up", "w_qkv", "w")  # weights whose product is scaled 
 POST_NORMED = ("gemma2",)
 SIZES = {"M": 192, "D": 384, "F": 512, "V": 640, "head_dim": 64, "heads": 4, "key_value_heads": 2}
 SEEDS = range(5)
-REPEATS = range(400)  # seeds for what is above the bar
+REPEATS = range(5000)  # seeds for what is above the bar
 
 
 class Errors(NamedTuple):
