@@ -1,15 +1,28 @@
-"""Back ends: each runs the compiler's programs on tensors. `select` picks one by name."""
+"""Back ends: each runs the compiler's plans on tensors. `chosen` picks one by name.
+
+`auto` runs a plan by Triton where its tensors are on a GPU that Triton drives, and by the reference
+back end elsewhere; float64 always by the reference back end.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import os
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
 
 from cadenza.backends import reference
-from cadenza.backends.reference import Executable
 from cadenza.core.errors import BackEndError, author_line, explanation
 from cadenza.core.plan import Plan
+from cadenza.core.plan_text import PairText
 
-NAMES = ("auto", "reference")
+Tensor = torch.Tensor
+NAMES = ("auto", "reference", "triton")
+log = logging.getLogger("cadenza")
 
 
 def chosen(name: str | None) -> str:
@@ -17,7 +30,14 @@ def chosen(name: str | None) -> str:
     asked = name or os.environ.get("CADENZA_BACKEND") or "auto"
     if asked not in NAMES:
         raise _unknown(asked, author_line() if name else "CADENZA_BACKEND")
-    return "reference"
+    if asked == "triton" and not has_triton():
+        raise BackEndError(
+            explanation(
+                "the back end triton needs Triton", "no package triton", "triton 3.6 or newer",
+                "pip install triton (Linux), or backend='reference'", author_line(),
+            )  # fmt: skip
+        )
+    return asked
 
 
 def _unknown(name: str, where: str) -> BackEndError:
@@ -25,8 +45,62 @@ def _unknown(name: str, where: str) -> BackEndError:
     return BackEndError(explanation("no such back end", repr(name), f"one of {names}", "", where))
 
 
-def compile_plan(plan: Plan, backend: str) -> Executable:
+@lru_cache(maxsize=None)
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache(maxsize=None)
+def _without_triton() -> None:
+    log.warning("no package triton: programs on a GPU run by torch's operations, slowly")
+
+
+class Executable:
+    """A plan on the back end called `backend`, made ready where it is first needed.
+
+    `described` gives the names of values and the text of kernels, for what is emitted.
+    """
+
+    def __init__(self, plan: Plan, backend: str, described: Callable[[], PairText]) -> None:
+        self.plan, self.backend, self.described = plan, backend, described
+
+    @cached_property
+    def reference(self) -> reference.Executable:
+        """The plan on the reference back end."""
+        return reference.compile_plan(self.plan)
+
+    @cached_property
+    def triton(self) -> Any:
+        """The plan on the Triton back end."""
+        from cadenza.backends.triton import executable  # noqa: PLC0415  # Triton is slow to import
+
+        return executable.compile_plan(self.plan, described=self.described)
+
+    def __call__(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
+        """The outputs, new contiguous tensors, of inputs in the graph's order, each 2-D."""
+        if self.backend == "reference" or not self._by_triton(tensors[0]):
+            return self.reference(tensors, rows)
+        found: list[Tensor] = self.triton(tensors, rows)
+        return found
+
+    def _by_triton(self, tensor: Tensor) -> bool:
+        if self.backend == "triton":
+            if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+                raise BackEndError(
+                    explanation(
+                        "the back end triton runs on a GPU", f"tensors on {tensor.device}",
+                        "tensors on a GPU", "x.cuda(), or TRITON_INTERPRET=1 to interpret", "",
+                    )  # fmt: skip
+                )
+            return True
+        if tensor.is_cuda and not has_triton():
+            _without_triton()
+        return tensor.is_cuda and has_triton()
+
+
+def compile_plan(plan: Plan, backend: str, described: Callable[[], PairText]) -> Executable:
     """A program made ready to run on the back end called `backend`."""
-    if backend != "reference":
+    if backend not in NAMES:
         raise _unknown(backend, "")
-    return reference.compile_plan(plan)
+    return Executable(plan, backend, described)

@@ -19,6 +19,7 @@ from cadenza.backends import compile_plan
 from cadenza.core.ir import Graph
 from cadenza.core.ops import BOOLEAN, M
 from cadenza.core.pipeline import Pair, compile_program
+from cadenza.core.plan_text import PairText
 from cadenza.core.storage import dtypes_of
 from cadenza.core.text import digest
 from cadenza.core.trace import Signature, undecided
@@ -65,13 +66,18 @@ class Specialization:
     @cached_property
     def forward(self) -> Any:
         """Runs forward: 2-D tensors in the graph's order to outputs, then saved values."""
-        return compile_plan(self.pair.forward_plan, self.backend)
+        return compile_plan(self.pair.forward_plan, self.backend, lambda: self.text)
 
     @cached_property
     def backward(self) -> Any:
         """Runs backward: 2-D tensors in its graph's order to gradients."""
         assert self.pair.backward_plan is not None
-        return compile_plan(self.pair.backward_plan, self.backend)
+        return compile_plan(self.pair.backward_plan, self.backend, lambda: self.text)
+
+    @cached_property
+    def text(self) -> PairText:
+        """The plans as people read them."""
+        return PairText(self.pair)
 
     def forward_on(self, named: Mapping[str, Tensor], rows: int) -> list[Tensor]:
         """Outputs, then saved values, of 2-D operands by name."""

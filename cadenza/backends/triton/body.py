@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from cadenza.backends.triton.columns import ROWS, Frame, Layout, Space, Spaces, Unsupported
 from cadenza.backends.triton.texts import ELEMENTWISE, number
-from cadenza.core.ir import Node
-from cadenza.core.ops import BOOLEAN, INTEGER, REAL, Op
+from cadenza.core.ir import Node, topological
+from cadenza.core.ops import BOOLEAN, INTEGER, REAL, Dim, Op
 from cadenza.core.plan import Kernel
 from cadenza.core.readiness import reduces_matrix
 
@@ -22,6 +22,8 @@ IN_PLACE = (
     Op.REPEAT, Op.TILE, Op.TRANSPOSE,
 )  # fmt: skip
 COLUMN_REDUCTIONS = (Op.COLUMN_SUM, Op.COLUMN_MAX)
+SUFFIXES = {"load": "_in", "vector": "_in", "partial": "_parts", "store": "_out",
+            "reduction": "_out"}  # fmt: skip
 PARTIALS = {Op.ROW_VARIANCE: ("mean", "squares"), Op.LOGSUMEXP: ("top", "total")}
 
 
@@ -51,8 +53,7 @@ class Arguments:
         key = (role, node, piece)
         if key not in self.found:
             name = f"{self.name(node)}_{piece}" if piece else self.name(node)
-            suffix = "_out" if role in ("store", "reduction") else "_in"
-            self.found[key] = Argument(role, node, name + suffix, piece)
+            self.found[key] = Argument(role, node, name + SUFFIXES[role], piece)
         return self.found[key]
 
     def name(self, node: Node) -> str:
@@ -103,9 +104,14 @@ class Body:
         self.unit = 1  # columns of a part must be a multiple of this
         self._known: dict[tuple[Node, Frame | None], str] = {}
         self._indices: dict[Frame, str] = {}
-        self._masks: dict[tuple[Frame, int], str] = {}
+        self._masks: dict[tuple[Frame, Dim], str] = {}
         self._blocks: dict[str, str] = {}
         self._serial = 0
+        matrices = [kernel.product] if kernel.product is not None else []
+        matrices += [n for n in (*kernel.body, *kernel.loads) if n.type.is_matrix]
+        heights = {n.type.rows for n in matrices}
+        if len(heights) > 1:
+            raise Unsupported("matrices of different numbers of rows")
 
     def _roots(self) -> Iterable[tuple[Node, Space]]:
         if self.kernel.product is not None:
@@ -152,21 +158,21 @@ class Body:
             return self.ahead(frame, f"device.wrapped({start}, W, {counts[0]})", "i")
         return self.ahead(frame, STEPS[kind](self.index(before), *counts), "i")
 
-    def mask(self, frame: Frame, width: int) -> str:
+    def mask(self, frame: Frame, width: Dim) -> str:
         """Which elements of a frame are columns of a value `width` wide."""
-        if frame.run == "r":
+        if frame == ROWS and (self.body or not isinstance(width, int)):
             return "row_ok"
         key = (frame, width)
         if key not in self._masks:
             self._masks[key] = self._mask(frame, width)
         return self._masks[key]
 
-    def _mask(self, frame: Frame, width: int) -> str:
+    def _mask(self, frame: Frame, width: Dim) -> str:
         self.runs.add(frame.run)
         if not frame.steps and width == self.run_width(frame.run):
             return f"{frame.run}_ok"
-        index = self.index(frame)
-        return self.ahead(frame, f"{frame.run}_ok & ({index} >= 0) & ({index} < {width})", "m")
+        index, inside = self.index(frame), "row_ok" if frame.run == "r" else f"{frame.run}_ok"
+        return self.ahead(frame, f"{inside} & ({index} >= 0) & ({index} < {width})", "m")
 
     def run_width(self, run: str) -> int:
         """How many columns a run goes over in all tiles."""
@@ -262,7 +268,11 @@ class Body:
 
     def _is_leaf(self, node: Node) -> bool:
         held = node in self.body and reduces_matrix(node)
-        return not held and in_memory(node)
+        if held or not in_memory(node):
+            return False
+        if any(i in self.body and reduces_matrix(i) for i in topological([node])):
+            raise Unsupported(f"a {node.op.label} of numbers that the same kernel makes")
+        return True
 
     def _vector(self, node: Node, frame: Frame | None) -> str:
         if frame is None:
@@ -273,7 +283,7 @@ class Body:
             return self._merged(node) + suffix
         pointer = self.arguments.get("vector", node).name
         length = node.type.rows if node.type.columns == 1 else int(node.type.columns)
-        mask = "row_ok" if frame == ROWS else self.mask(frame, length)  # type: ignore[arg-type]
+        mask = self.mask(frame, length)
         function = "load_vector" if node.type.kind == REAL else "load_whole_vector"
         return f"device.{function}({pointer}, {self.index(frame)}, {mask}){suffix}"
 
@@ -298,15 +308,20 @@ class Body:
     # --- reductions -------------------------------------------------------------------------------
 
     def space(self, node: Node) -> Space:
-        """The space of a value that is stored or reduced."""
-        found = self.spaces.of(node)
-        if found is not None:
-            return found
+        """The space of a value that is stored or reduced; its tiles hold all of its columns."""
         columns = int(node.type.columns)
         half = self.pairs is not None and 2 * columns == self.width
-        if columns > self.width:
-            raise Unsupported(f"{columns} columns in a tile of {self.width}")
-        return Space("half" if half else "full")
+        found = self.spaces.of(node) or Space("half" if half else "full")
+        if self.kernel.product is None:
+            found = self._loaded(found, columns)
+        if found.shift > 0 or columns > self.run_width(found.run) + found.shift:
+            raise Unsupported(f"{columns} columns that tiles of {self.width} do not hold")
+        return found
+
+    def _loaded(self, space: Space, columns: int) -> Space:
+        """The space of a value in a kernel that can read what it loads from any column on."""
+        narrow = space.kind == "half" and 2 * columns > self.width
+        return Space("full") if narrow else Space(space.kind)
 
     def blocks(self, node: Node) -> list[tuple[str, str, Frame]]:
         """A matrix as blocks that fill the part: text, mask over columns, frame."""
@@ -320,6 +335,8 @@ class Body:
 
     def reduced_rows(self, node: Node) -> list[str]:
         """The pieces of a row reduction over this part: one name, or two."""
+        if node.op is Op.ROW_VARIANCE and not self.holds_rows:
+            self._require_even(node.inputs[0])
         blocks = self.blocks(node.inputs[0])
         pieces: list[str] = []
         for text, mask, _ in blocks:
@@ -327,6 +344,14 @@ class Body:
             made = self._reduced(node.op, block, f"{mask}[None, :]")
             pieces = made if not pieces else self._combined(node.op, pieces, made, blocks, mask)
         return pieces
+
+    def _require_even(self, node: Node) -> None:
+        """Moments of tiles are merged by how many columns each has: all but the last, as many."""
+        space, loaded = self.space(node), self.kernel.product is None and self.pairs is None
+        share = {"full": 1, "half": 2}.get(space.kind) or int(space.kind)
+        even = space.shift == 0 and share * int(node.type.columns) == self.width
+        if not even and not (loaded and share == 1):
+            raise Unsupported(f"a variance of {node.type.columns} columns of {self.width} in tiles")
 
     def _reduced(self, op: Op, block: str, mask: str) -> list[str]:
         if op is Op.ROW_SUM:
@@ -366,10 +391,12 @@ class Body:
     # --- columns ----------------------------------------------------------------------------------
 
     def _columns(self, node: Node, frame: Frame) -> str:
-        return self.at(node.inputs[0], frame.shifted(int(node.attributes["start"])))
+        frame = frame.shifted(int(node.attributes["start"]))
+        return self.within(node.inputs[0], node, frame)
 
     def _tile(self, node: Node, frame: Frame) -> str:
-        return self.at(node.inputs[0], frame.wrapped(int(node.inputs[0].type.columns)))
+        frame = frame.wrapped(int(node.inputs[0].type.columns))
+        return self.within(node.inputs[0], node, frame)
 
     def _concat(self, node: Node, frame: Frame) -> str:
         offset, ends, parts = 0, [], []
@@ -405,7 +432,7 @@ class Body:
     def _repeat(self, node: Node, frame: Frame) -> str:
         times, shift = int(node.attributes["times"]), frame.shift
         if not node.type.is_matrix or not self._groups(node.inputs[0]):
-            return self.at(node.inputs[0], frame.then("div", times))
+            return self.within(node.inputs[0], node, frame.then("div", times))
         if frame.run not in ("c", "c0", "c1") or shift is None or shift % times:
             raise Unsupported("a sum over groups of columns that are not those of the tile")
         lane = self.of_lane(times)
@@ -429,9 +456,8 @@ class Body:
         for run in ["c"] if self.pairs is None else ["c0", "c1"]:
             source = Frame(run).shifted(frame.shift * size)
             block = f"tl.broadcast_to({self.within(node.inputs[0], node, source)}, (BM, W))"
-            inside = f"device.grouped({block}, BM, W, {lane})"
-            summed = node.op is Op.GROUP_SUM
-            texts.append(f"tl.sum({inside}, 2)" if summed else f"device.largest({inside}, 2)")
+            function = "group_sum" if node.op is Op.GROUP_SUM else "group_max"
+            texts.append(f"device.{function}({block}, BM, W, {lane})")
         if len(texts) == 1:
             return texts[0]
         a, b = texts
@@ -440,13 +466,15 @@ class Body:
     def _held(self, node: Node, frame: Frame | None) -> str:
         if not self.holds_rows:
             raise Unsupported("a reduction of whole rows where a tile holds a part of them")
+        if frame not in (ROWS, None):
+            raise Unsupported("a number of each row as a number of each column")
         names = self.reduced_rows(node)
         return f"{self.finished(node, names)}[:, None]"
 
     def finished(self, node: Node, names: list[str]) -> str:
         """A row reduction made of its pieces over all columns."""
         if node.op is Op.ROW_VARIANCE:
-            return f"{names[1]} / {float(int(node.inputs[0].type.columns))}"
+            return f"({names[1]} / {float(int(node.inputs[0].type.columns))})"
         if node.op is Op.LOGSUMEXP:
             shift = node.inputs[1]
             text = self.within(shift, node, ROWS)
@@ -464,7 +492,11 @@ class Body:
     def _random(self, node: Node, frame: Frame) -> str:
         if not node.type.is_matrix:
             raise Unsupported("random numbers of a vector")
-        return f"device.uniform({self.at(node.inputs[0], None)}, rows, {self.index(frame)})"
+        seed = node.inputs[0]
+        text = self.at(seed, None)
+        if seed.op is Op.CONSTANT:
+            text = f"tl.full((), {text}, tl.int64)"
+        return f"device.uniform({text}, rows, {self.index(frame)})"
 
     def _transpose(self, node: Node, frame: Frame) -> str:
         return self.at(node.inputs[0], frame)

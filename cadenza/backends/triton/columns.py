@@ -62,6 +62,11 @@ class Space(NamedTuple):
     kind: str  # full, half, or the size of a group as text
     shift: int = 0
 
+    @property
+    def run(self) -> str:
+        """The run, or one of the runs, that a tile of it is."""
+        return {"full": "c", "half": "h"}.get(self.kind, f"g{self.kind}")
+
 
 class Layout(NamedTuple):
     """How a kernel's tile is seen: `width` columns in all, paired at `pairs` if that is given.

@@ -51,9 +51,15 @@ def lanes(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr):
 
 
 @triton.jit
-def grouped(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
-    """The columns as [ROWS, groups, SIZE]."""
-    return tl.reshape(x, (ROWS, COLUMNS // SIZE, SIZE))
+def group_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
+    """The sums of groups of SIZE columns."""
+    return tl.sum(tl.reshape(x, (ROWS, COLUMNS // SIZE, SIZE)), 2)
+
+
+@triton.jit
+def group_max(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
+    """The largest of groups of SIZE columns."""
+    return largest(tl.reshape(x, (ROWS, COLUMNS // SIZE, SIZE)), 2)
 
 
 @triton.jit
@@ -148,11 +154,11 @@ def _multiply(word, multiplier):
 @triton.jit
 def uniform(seed, rows, columns):
     """Philox 4x32-10 of counters (column, row, row >> 32, 0): numbers in [0, 1)."""
-    row = rows.to(tl.uint64)[:, None] + tl.zeros_like(columns).to(tl.uint64)[None, :]
-    c0 = tl.zeros_like(row).to(tl.uint32) + columns.to(tl.uint32)[None, :]
+    row = rows.to(tl.uint64)[:, None] + (columns * 0).to(tl.uint64)[None, :]
+    c0 = (row * 0).to(tl.uint32) + columns.to(tl.uint32)[None, :]
     c1 = row.to(tl.uint32)
     c2 = (row >> 32).to(tl.uint32)
-    c3 = tl.zeros_like(c0)
+    c3 = c0 * 0
     k0 = seed.to(tl.uint64).to(tl.uint32)
     k1 = (seed.to(tl.uint64) >> 32).to(tl.uint32)
     for _ in tl.static_range(10):
@@ -298,7 +304,7 @@ def merge_row_variance(
     count = 0.0
     for t in range(0, tiles):
         at = tl.cast(t, tl.int64) * ROWS + rows
-        more = tl.minimum(TILE, COLUMNS - t * TILE).to(tl.float32)
+        more = tl.maximum(tl.minimum(TILE, COLUMNS - t * TILE), 0).to(tl.float32)
         other_mean = tl.load(means + at, mask=row_ok, other=0.0)
         other_total = tl.load(squares + at, mask=row_ok, other=0.0)
         mean, total = merged_moments(mean, total, count, other_mean, other_total, more)
@@ -342,8 +348,23 @@ def _left(a, stride, i, k, ROWS, K, BM: tl.constexpr, BK: tl.constexpr, TMA: tl.
 
 
 @triton.jit
+def _columns(
+    j, N: tl.constexpr, BN: tl.constexpr, PAIRS: tl.constexpr, NATURAL: tl.constexpr
+):  # fmt: skip
+    """Which columns a tile's are, and which of them exist: a run, or the two lanes of pairs."""
+    if PAIRS == 0 or NATURAL:
+        columns = j * BN + tl.arange(0, BN)
+        return columns, columns < N
+    else:
+        half = j * (BN // 2) + tl.arange(0, BN) % (BN // 2)
+        part = tl.arange(0, BN) // (BN // 2)
+        columns = (half // PAIRS) * (2 * PAIRS) + part * PAIRS + half % PAIRS
+        return columns, half < N // 2
+
+
+@triton.jit
 def _right(
-    b, stride, j, k, columns, columns_ok, N: tl.constexpr, K, BN: tl.constexpr, BK: tl.constexpr,
+    b, stride, j, k, N: tl.constexpr, K, BN: tl.constexpr, BK: tl.constexpr,
     TMA: tl.constexpr, TB: tl.constexpr, PAIRS: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """[BK, BN] of the right operand, stored [N, K] if TB; its columns may be two lanes of pairs."""
@@ -361,6 +382,9 @@ def _right(
                 return tl.reshape(b.load([k, 2 * (half // PAIRS), half % PAIRS]), (BK, BN))
     else:
         depth = k + tl.arange(0, BK)
+        # Made here of j alone: blocks that a flattened loop carries are no longer known to be runs,
+        # and are then loaded number by number.
+        columns, columns_ok = _columns(j, N, BN, PAIRS, NATURAL)
         if TB:
             mask = columns_ok[:, None] & (depth < K)[None, :]
             return tl.load(b + offsets(columns, depth, stride), mask=mask, other=0.0).T
@@ -380,17 +404,9 @@ def product(
 
     Its columns are a run, or with PAIRS and not NATURAL the two lanes of a run of pairs.
     """
-    if PAIRS == 0 or NATURAL:
-        columns = j * BN + tl.arange(0, BN)
-        columns_ok = columns < N
-    else:
-        half = j * (BN // 2) + tl.arange(0, BN) % (BN // 2)
-        part = tl.arange(0, BN) // (BN // 2)
-        columns = (half // PAIRS) * (2 * PAIRS) + part * PAIRS + half % PAIRS
-        columns_ok = half < N // 2
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
         x = _left(a, a_stride, i, k, ROWS, K, BM, BK, A_TMA, TA)
-        y = _right(b, b_stride, j, k, columns, columns_ok, N, K, BN, BK, B_TMA, TB, PAIRS, NATURAL)
+        y = _right(b, b_stride, j, k, N, K, BN, BK, B_TMA, TB, PAIRS, NATURAL)
         acc = tl.dot(wide(x, WIDE), wide(y, WIDE), acc, input_precision=PRECISION)
     return acc

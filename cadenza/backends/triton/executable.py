@@ -7,8 +7,8 @@ reason is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -16,21 +16,24 @@ import torch
 
 from cadenza.backends import reference
 from cadenza.backends.steps import Owner, torch_dtype
-from cadenza.backends.triton import modules
-from cadenza.backends.triton.body import COLUMN_REDUCTIONS, Arguments, Body, Vectors, in_memory
-from cadenza.backends.triton.body import next_power
+from cadenza.backends.triton.body import (
+    COLUMN_REDUCTIONS,
+    Arguments,
+    Body,
+    Vectors,
+    in_memory,
+    next_power,
+)
 from cadenza.backends.triton.columns import Layout, Unsupported
 from cadenza.backends.triton.configuration import Configuration, Strip
-from cadenza.backends.triton.source import (
-    Source,
-    pieces_of,
-    pointwise_source,
-    product_source,
-    vector_source,
-)
+from cadenza.backends.triton.fallbacks import LibraryProduct, ReferenceKernel, ReferenceVector
+from cadenza.backends.triton.launches import Launch, PointwiseLaunch, ProductLaunch, VectorLaunch
+from cadenza.backends.triton.memory import Memory, Step
+from cadenza.backends.triton.source import pointwise_source, product_source, vector_source
 from cadenza.core.ir import Node
 from cadenza.core.ops import Op
 from cadenza.core.plan import Kernel, Plan
+from cadenza.core.plan_text import PairText, PlanText
 from cadenza.core.readiness import is_vector, reduces_matrix
 from cadenza.core.schedule import ROW_LIMIT
 from cadenza.core.storage import compute_dtype, dtypes_of
@@ -40,46 +43,14 @@ Choose = Callable[[Kernel], Configuration]
 FEW = 16  # a kernel merges this many partials of a row itself
 
 
-@dataclass
-class Memory:
-    """What exists between steps. Vectors are 1-D; partials are [tiles, length]."""
-
-    rows: int
-    device: torch.device
-    values: dict[Node, Tensor] = field(default_factory=dict)
-    partials: dict[tuple[Node, str], Tensor] = field(default_factory=dict)
-
-    def size(self, dim: Any) -> int:
-        """A number of rows or columns."""
-        return self.rows if dim == "M" else int(dim)
-
-    def length(self, vector: Node) -> int:
-        """How many numbers a vector has."""
-        return self.size(vector.type.rows) * self.size(vector.type.columns)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """New memory."""
-        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
-
-
-class Step:
-    """One thing that is done; `reason` says why it is not a template's kernel."""
-
-    reason = ""
-    source: Source | None = None
-
-    def run(self, memory: Memory) -> None:
-        """Does it."""
-        raise NotImplementedError
-
-
 def layout_of(kernel: Kernel) -> Layout:
     """How the tiles of a kernel are seen."""
     paired = [n for n in kernel.body if n.op in (Op.SPLIT, Op.JOIN) and n.type.is_matrix]
     if kernel.product is None:
         made = [*kernel.stores, *(r.inputs[0] for r in kernel.reductions), *kernel.loads]
         inner = min((int(n.attributes["inner"]) for n in paired), default=None)
-        return Layout(max(int(node.type.columns) for node in made), inner)
+        widest, pair = max(int(node.type.columns) for node in made), 2 * (inner or 1)
+        return Layout(-(-widest // pair) * pair if inner else widest, inner)
     of_product, columns = {kernel.product}, int(kernel.product.type.columns)
     for node in kernel.body:
         if any(i in of_product for i in node.inputs):
@@ -95,229 +66,13 @@ def layout_of(kernel: Kernel) -> Layout:
     return Layout(2 * columns if half else columns, found.pop(), half)
 
 
-def rows_of(kernel: Kernel) -> Any:
-    """The number of rows that a kernel goes over."""
-    if kernel.product is not None:
-        return kernel.product.type.rows
-    made = [*kernel.stores, *(r.inputs[0] for r in kernel.reductions)]
-    return next(n.type.rows for n in made if n.type.rows != 1)
-
-
-# --- launches -------------------------------------------------------------------------------------
-
-
-class Launch(Step):
-    """Runs an emitted kernel: pointers and strides by the source's arguments."""
-
-    def __init__(self, source: Source, plan: Program) -> None:
-        self.source, self.plan = source, plan
-
-    @cached_property
-    def function(self) -> Any:
-        """Triton's function of the emitted text."""
-        assert self.source is not None
-        return modules.function(self.source.text)
-
-    def given(self, memory: Memory) -> dict[str, Any]:
-        """Pointers, strides and numbers of partials, by name; allocates what is written."""
-        assert self.source is not None
-        found: dict[str, Any] = {}
-        for argument in self.source.arguments:
-            node, name = argument.node, argument.name
-            if argument.role == "load":
-                tensor = memory.values[node]
-                if tensor.stride(1) != 1:
-                    tensor = memory.values[node] = tensor.contiguous()
-                found[name], found[f"{name}_stride"] = tensor, tensor.stride(0)
-            elif argument.role == "vector":
-                found[name] = memory.values[node]
-            elif argument.role == "partial":
-                found[name] = tensor = memory.partials[node, argument.piece]
-                found[f"{name}_tiles"] = tensor.shape[0]
-            elif argument.role == "store":
-                found[name] = self.stored(memory, node)
-            else:
-                found[name] = self.reduced(memory, node, argument.piece)
-        return found
-
-    def stored(self, memory: Memory, node: Node) -> Tensor:
-        """New memory for a value that the kernel writes."""
-        shape = [memory.length(node)] if is_vector(node) else (
-            [memory.size(d) for d in node.type[:2]])  # fmt: skip
-        tensor = memory.values[node] = memory.empty(shape, self.plan.dtypes[node])
-        return tensor
-
-    def tiles(self, memory: Memory, node: Node) -> int:
-        """How many partials of a reduction the kernel leaves."""
-        raise NotImplementedError
-
-    def reduced(self, memory: Memory, node: Node, piece: str) -> Tensor:
-        """New memory for the partials of a reduction; a single one is the finished vector."""
-        tiles = self.tiles(memory, node)
-        of_rows = node.op not in COLUMN_REDUCTIONS
-        argument = node.inputs[0].type
-        length = memory.size(argument.rows) if of_rows else int(argument.columns)
-        tensor = memory.partials[node, piece] = memory.empty((tiles, length), torch.float32)
-        return tensor
-
-
-class ProductLaunch(Launch):
-    """A product with its epilogue."""
-
-    def __init__(
-        self, source: Source, plan: Program, kernel: Kernel, configuration: Configuration,
-        natural: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(source, plan)
-        assert kernel.product is not None
-        self.product, self.configuration, self.natural = kernel.product, configuration, natural
-        left, right = self.product.inputs
-        self.turned = [bool(self.product.attributes[f"transpose_{side}"]) for side in "ab"]
-        contracted = left.type.rows if self.turned[0] else left.type.columns
-        self.depth = contracted if isinstance(contracted, int) else None
-        self.operands = (left, right)
-
-    def tiles(self, memory: Memory, node: Node) -> int:
-        cut = self.configuration
-        if node.op in COLUMN_REDUCTIONS:
-            return -(-memory.size(self.product.type.rows) // cut.BM)
-        return self.column_tiles
-
-    @property
-    def column_tiles(self) -> int:
-        """How many tiles lie side by side."""
-        return -(-int(self.product.type.columns) // self.configuration.BN)
-
-    def run(self, memory: Memory) -> None:
-        cut, rows = self.configuration, memory.size(self.product.type.rows)
-        operands = [_straight(memory.values[o], t) for o, t in zip(self.operands, self.turned)]
-        (a, ta), (b, tb) = operands
-        depth = a.shape[0] if ta else a.shape[1]
-        number = -(-rows // cut.BM) * self.column_tiles
-        given = self.given(memory)
-        if self.depth is None:
-            given["K"] = depth
-        wide = memory.device.type == "cpu" and a.dtype == torch.bfloat16
-        self.function[(min(number, self.plan.programs(memory.device)),)](
-            a, b, a.stride(0), b.stride(0), **given, ROWS=rows,
-            BM=cut.BM, BN=cut.BN, BK=cut.BK, GROUP=cut.group, A_TMA=False, B_TMA=False,
-            TA=ta, TB=tb, WIDE=wide, PRECISION="ieee", FLATTEN=self.depth is not None,
-            num_warps=cut.warps, num_stages=cut.stages,
-        )  # fmt: skip
-
-
-def _straight(tensor: Tensor, turned: bool) -> tuple[Tensor, bool]:
-    """An operand with rows that are runs in memory, and whether it is then transposed."""
-    if tensor.stride(1) == 1 or tensor.shape[1] == 1:
-        return (tensor, turned) if tensor.stride(1) == 1 else (tensor.contiguous(), turned)
-    if tensor.stride(0) == 1:
-        return tensor.T, not turned
-    return tensor.contiguous(), turned
-
-
-class PointwiseLaunch(Launch):
-    """A kernel without a product."""
-
-    def __init__(self, source: Source, plan: Program, kernel: Kernel, strip: Strip) -> None:
-        super().__init__(source, plan)
-        self.strip, self.height = strip, rows_of(kernel)
-        layout = source.layout
-        self.strips = -(-(layout.width // (2 if layout.pairs else 1)) // strip.W)
-
-    def programs(self, memory: Memory) -> int:
-        """How many programs go down one strip."""
-        rows = -(-memory.size(self.height) // self.strip.BM)
-        most = self.strip.programs or 4 * self.plan.programs(memory.device)
-        return max(1, min(rows, -(-most // self.strips)))
-
-    def tiles(self, memory: Memory, node: Node) -> int:
-        return self.programs(memory) if node.op in COLUMN_REDUCTIONS else self.strips
-
-    def run(self, memory: Memory) -> None:
-        self.function[(self.programs(memory), self.strips)](
-            **self.given(memory), ROWS=memory.size(self.height), BM=self.strip.BM, W=self.strip.W,
-            num_warps=self.strip.warps,
-        )  # fmt: skip
-
-
-class VectorLaunch(Launch):
-    """Finishes reductions, or makes vectors of vectors, all of one length."""
-
-    BLOCK = 64
-
-    def run(self, memory: Memory) -> None:
-        assert self.source is not None
-        given = self.given(memory)
-        length = memory.length(next(a.node for a in self.source.arguments if a.role == "store"))
-        grid = (-(-length // self.BLOCK),)
-        self.function[grid](**given, ROWS=length, BM=self.BLOCK, num_warps=4)
-
-
-# --- torch's operations ---------------------------------------------------------------------------
-
-
-class LibraryProduct(Step):
-    """torch.mm, in float32 or in the dtype in which the product alone is stored."""
-
-    def __init__(self, product: Node, dtype: torch.dtype, reason: str) -> None:
-        self.product, self.dtype, self.reason = product, dtype, reason
-        self.turned = [bool(product.attributes[f"transpose_{side}"]) for side in "ab"]
-
-    def run(self, memory: Memory) -> None:
-        a, b = (
-            memory.values[i].T if t else memory.values[i]
-            for i, t in zip(self.product.inputs, self.turned, strict=True)
-        )
-        memory.values[self.product] = library_product(a, b, self.dtype)
-
-
-def library_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b summed in float32 and rounded once to `dtype`."""
-    if dtype == a.dtype:
-        return torch.mm(a, b)
-    if a.is_cuda and dtype == torch.float32 and a.dtype in (torch.float16, torch.bfloat16):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a.float(), b.float()).to(dtype)
-
-
-class ReferenceKernel(Step):
-    """A kernel as the reference back end runs it."""
-
-    def __init__(self, plan: Program, position: int, reason: str) -> None:
-        self.plan, self.position, self.reason = plan, position, reason
-
-    def run(self, memory: Memory) -> None:
-        found = self.plan.reference_memory(memory)
-        kernel = self.plan.plain.kernels[self.position]
-        kernel.run(found)
-        for node in kernel.kernel.stores:
-            memory.values[node] = found.stored[node]
-        for node in kernel.kernel.reductions:
-            memory.values[node] = found.vectors[node].reshape(-1)
-
-
-class ReferenceVector(Step):
-    """A vector by torch's operations: a product with a vector, or a reduction of vectors."""
-
-    reason = "a vector of vectors"
-
-    def __init__(self, plan: Program, node: Node) -> None:
-        self.plan, self.node = plan, node
-
-    def run(self, memory: Memory) -> None:
-        value = self.plan.reference_memory(memory).vector(self.node)
-        memory.values[self.node] = torch.as_tensor(value, device=memory.device).reshape(-1)
-
-
-# --- programs -------------------------------------------------------------------------------------
-
-
 class Program:
     """The steps of a plan."""
 
-    def __init__(self, plan: Plan, names: Mapping[Node, str], choose: Choose) -> None:
-        self.plan, self.names, self.choose = plan, dict(names), choose
-        self.texts: dict[Kernel, tuple[str, str]] = {}
+    def __init__(self, plan: Plan, choose: Choose, text: PairText | None = None) -> None:
+        self.plan, self.choose = plan, choose
+        self.names = {n: name for n, name in text.names.items() if usable(name)} if text else {}
+        self.texts = {k.kernel: k for p in _plans(text) for k in p.kernels if k.kernel}
         stored = dtypes_of(plan.graph)
         self.dtypes = {n: torch_dtype(n, stored[n]) for n in plan.graph.nodes()}
         self.left: dict[Node, Launch] = {}  # reductions of which a launch has left partials
@@ -339,6 +94,10 @@ class Program:
         if device.type != "cuda":
             return 3
         return torch.cuda.get_device_properties(device).multi_processor_count
+
+    def describes(self, device: torch.device) -> bool:
+        """Whether the device reads operands by tensor descriptors: Hopper and later."""
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
     def reference_memory(self, memory: Memory) -> Any:
         """What exists, as the reference back end sees it."""
@@ -385,7 +144,10 @@ class Program:
             self.steps.append(step)
         last = steps[-1]
         if isinstance(last, Launch):
-            self.left |= dict.fromkeys(kernel.reductions, last)
+            assert last.source is not None
+            whole = {a.node for a in last.source.arguments if a.role == "store"}
+            self.finished.update(whole.intersection(kernel.reductions))
+            self.left |= {n: last for n in kernel.reductions if n not in whole}
 
     def _body(self, kernel: Kernel, layout: Layout, holds_rows: bool = False) -> Body:
         few = {n: t for n in self.left if (t := self._few(n))}
@@ -422,7 +184,11 @@ class Program:
         return [launch]
 
     def _text(self, kernel: Kernel) -> tuple[str, str]:
-        return self.texts.get(kernel, ("kernel", ""))
+        found = self.texts.get(kernel)
+        if found is None:
+            return "kernel", ""
+        lines = [f"{line.role:<8}{line.text}" for line in found.lines]
+        return f"{found.name}: {found.title}", "\n".join(lines)
 
     def _library(self, kernel: Kernel, reason: str) -> list[Step]:
         product = kernel.product
@@ -430,6 +196,8 @@ class Program:
         if len(kernel.stores) == 1 and kernel.stores[0] is product and not kernel.reductions:
             return [LibraryProduct(product, self.dtypes[product], reason)]
         rest = replace(kernel, product=None, loads=(product, *kernel.loads))
+        if kernel in self.texts:
+            self.texts[rest] = self.texts[kernel]
         step = LibraryProduct(product, torch.float32, reason)
         return [step, *self._pointwise(rest, reason)]
 
@@ -476,13 +244,17 @@ class Program:
         self.finished.add(node)
 
     def _vector(self, node: Node) -> None:
-        for leaf in _leaves(node):
-            if leaf is not node and (leaf not in self.left or leaf in self.finished):
-                self._need(leaf)
-        merged = {n: self._tile(n) for n in self.left if n not in self.finished}
+        alike = [n for n in self.left if n not in self.finished and _length(n) == _length(node)]
+        merged = {n: self._tile(n) for n in alike}
         empty = Kernel(None, (), (), (), (), ())
         body = Body(empty, Arguments(self.names), Vectors(merged=merged), Layout(1))
         source = vector_source(body, [node], f"{body.arguments.name(node)}, a vector", "")
+        for argument in source.arguments:
+            if argument.role == "vector":
+                self._need(argument.node)
+        if any(a.role == "partial" and a.node in self.finished for a in source.arguments):
+            self._vector(node)  # what it merged is also read from other columns, so from memory
+            return
         self.steps.append(VectorLaunch(source, self))
 
     def _tile(self, node: Node) -> tuple[int, int]:
@@ -492,24 +264,26 @@ class Program:
         layout = launch.source.layout
         if isinstance(launch, PointwiseLaunch):
             width = launch.strip.W * (2 if layout.pairs else 1)
+            if not layout.pairs:
+                return columns, width
         else:
             assert isinstance(launch, ProductLaunch)
             width = launch.configuration.BN * (2 if layout.product_is_half else 1)
         return columns, width * columns // layout.width
 
 
-def _leaves(node: Node) -> Iterator[Node]:
-    """The vectors in memory that a vector is made of."""
-    if node.op in (Op.CONSTANT, Op.COLUMN_INDEX, Op.ROW_INDEX):
-        return
-    if in_memory(node):
-        yield node
-        if reduces_matrix(node):
-            for other in node.inputs[1:]:
-                yield from _leaves(other)
-        return
-    for source in node.inputs:
-        yield from _leaves(source)
+def usable(name: str) -> bool:
+    """Whether a value's name can be part of an emitted name."""
+    return name.isascii() and name.isidentifier()
+
+
+def _plans(text: PairText | None) -> list[PlanText]:
+    return [plan for plan in (text.forward, text.backward) if plan] if text else []
+
+
+def _length(vector: Node) -> Any:
+    """How many numbers a vector has: M or a number."""
+    return vector.type.rows if vector.type.columns == 1 else vector.type.columns
 
 
 class Executable:
@@ -517,15 +291,15 @@ class Executable:
 
     def __init__(
         self, plan: Plan, choose: Choose = lambda kernel: Configuration(),
-        names: Mapping[Node, str] | None = None,
+        described: Callable[[], PairText] | None = None,
     ) -> None:  # fmt: skip
-        self.plan, self.choose, self.names = plan, choose, names or {}
+        self.plan, self.choose, self.described = plan, choose, described
         self.wide = compute_dtype(plan.graph) == "float64"
 
     @cached_property
     def program(self) -> Program:
         """The steps."""
-        return Program(self.plan, self.names, self.choose)
+        return Program(self.plan, self.choose, self.described() if self.described else None)
 
     def __call__(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
         """The outputs, new contiguous tensors, of inputs in the graph's order, each 2-D."""
@@ -533,7 +307,7 @@ class Executable:
             return self.program.plain(tensors, rows)
         memory = Memory(rows, tensors[0].device)
         for node, tensor in zip(self.plan.graph.inputs, tensors, strict=True):
-            memory.values[node] = tensor.reshape(-1) if is_vector(node) else tensor
+            memory.values[node] = tensor.reshape(-1).contiguous() if is_vector(node) else tensor
         for step in self.program.steps:
             step.run(memory)
         owner = Owner(tensors)

@@ -51,14 +51,26 @@ def fill(body: Body) -> tuple[list[list[str]], list[tuple[Node, Frame, str, str]
     for node in body.kernel.stores:
         _store(body, node)
     rows, columns = [], []
-    for node in body.kernel.reductions:
+    for node in left_in_parts(body):
         if node.op in COLUMN_REDUCTIONS:
             columns += _column_reduction(body, node)
-        elif node in body.body:  # finished in the kernel, which holds rows
-            rows.append([f"tl.reshape(tl.broadcast_to({body.at(node, HELD)}, (BM, 1)), (BM,))"])
         else:
             rows.append(body.reduced_rows(node))
+    for node in body.kernel.reductions:
+        if node in body.body:  # finished in the kernel, which holds rows
+            _store_vector(body, node, body.at(node, HELD))
     return rows, columns
+
+
+def left_in_parts(body: Body) -> list[Node]:
+    """The reductions of which the kernel leaves partials."""
+    return [node for node in body.kernel.reductions if node not in body.body]
+
+
+def _store_vector(body: Body, node: Node, text: str) -> None:
+    value = f"tl.reshape(tl.broadcast_to({text}, (BM, 1)), (BM,))"
+    pointer = body.arguments.get("store", node).name
+    body.lines.append(f"device.store_vector({pointer}, rows, row_ok, {value})")
 
 
 HELD = Frame("r")
@@ -154,8 +166,30 @@ def product_source(
     `natural` tells that the accumulator's columns are in order, although pairs are far apart.
     """
     assert body.kernel.product is not None
+    lines, reductions = lines_of_part(body)
+    arguments = tuple(body.arguments.found.values())
+    names = ", ".join(parameters(arguments))
+    emitted = PRODUCT.format(
+        accumulators=", ".join(accumulators(body)), names=names, body=indented(lines, 1),
+        depth="K, " if depth is None else "", columns=int(body.kernel.product.type.columns),
+        known_depth="" if depth is None else f"    K: tl.constexpr = {depth}\n",
+        cuts=parts * body.layout.lanes,
+        pairs=body.pairs if body.layout.lanes == 2 else 0, natural=natural,
+        parts=indented(lines_of_tile(body, parts, natural, names, reductions), 2),
+    )  # fmt: skip
+    head = HEADER.format(title=title, text=text)
+    return Source(head + emitted, arguments, body.unit, body.layout)
+
+
+def accumulators(body: Body) -> list[str]:
+    """The names in a part of the product's columns: those of the tile, or of its two lanes."""
+    return ["acc"] if body.layout.lanes == 1 else ["acc0", "acc1"]
+
+
+def lines_of_part(body: Body) -> tuple[list[str], list[Node]]:
+    """What a part of a product's tile does; the row reductions of which it returns the pieces."""
     row_pieces, column_sums = fill(body)
-    reductions = [n for n in body.kernel.reductions if n.op not in COLUMN_REDUCTIONS]
+    reductions = [n for n in left_in_parts(body) if n.op not in COLUMN_REDUCTIONS]
     returned = [name for names in row_pieces for name in names]
     counts = [f"tl.sum({m}.to(tl.float32))" for m in _counts(body, reductions)]
     for node, frame, mask, name in column_sums:
@@ -167,20 +201,7 @@ def product_source(
         for piece in pieces_of(node):
             body.arguments.get("reduction", node, piece)
     result = [f"return {', '.join([*returned, *counts])}"] if returned else []
-    accumulators = ["acc"] if body.layout.lanes == 1 else ["acc0", "acc1"]
-    lines = [*runs(body, "start"), *body.head, *body.lines, *result]
-    arguments = tuple(body.arguments.found.values())
-    names = ", ".join(parameters(arguments))
-    emitted = PRODUCT.format(
-        accumulators=", ".join(accumulators), names=names, body=indented(lines, 1),
-        depth="K, " if depth is None else "", columns=int(body.kernel.product.type.columns),
-        known_depth="" if depth is None else f"    K: tl.constexpr = {depth}\n",
-        cuts=parts * body.layout.lanes,
-        pairs=body.pairs if body.layout.lanes == 2 else 0, natural=natural,
-        parts=indented(_parts(body, parts, natural, names, reductions), 2),
-    )  # fmt: skip
-    head = HEADER.format(title=title, text=text)
-    return Source(head + emitted, arguments, body.unit, body.layout)
+    return [*runs(body, "start"), *body.head, *body.lines, *result], reductions
 
 
 def _counts(body: Body, reductions: Iterable[Node]) -> list[str]:
@@ -194,7 +215,7 @@ def _mask_of(body: Body, node: Node) -> str:
     return masks[0] if len(masks) == 1 else f"({' + '.join(f'{m}.to(tl.int32)' for m in masks)})"
 
 
-def _parts(
+def lines_of_tile(
     body: Body, parts: int, natural: bool, names: str, reductions: Sequence[Node]
 ) -> Iterable[str]:
     """Cuts the accumulator, runs the body on each part and merges what they return."""
@@ -296,10 +317,9 @@ def kernel(
 def pointwise_source(body: Body, title: str, text: str) -> Source:
     """The text of a kernel without a product."""
     row_pieces, column_sums = fill(body)
-    reductions = [n for n in body.kernel.reductions if n.op not in COLUMN_REDUCTIONS]
+    reductions = [n for n in left_in_parts(body) if n.op not in COLUMN_REDUCTIONS]
     for node, names in zip(reductions, row_pieces, strict=True):
-        pieces = pieces_of(node) if len(names) > 1 or node not in body.body else ("",)
-        for piece, name in zip(pieces, names, strict=True):
+        for piece, name in zip(pieces_of(node), names, strict=True):
             pointer = body.arguments.get("reduction", node, piece).name
             at = f"{pointer} + j.to(tl.int64) * ROWS + rows"
             body.lines.append(f"tl.store({at}, {name}, mask=row_ok)")
@@ -338,11 +358,9 @@ def vector_source(body: Body, nodes: Sequence[Node], title: str, text: str) -> S
     """The text of a kernel that makes vectors of one length, of partials and other vectors."""
     for node in nodes:
         if node.type[:2] == (1, 1):
-            value = f"tl.zeros((BM,), tl.float32) + {body.real(node, None)}"
+            _store_vector(body, node, f"tl.zeros((BM, 1), tl.float32) + {body.real(node, None)}")
         else:
-            value = f"tl.reshape(tl.broadcast_to({body.at(node, HELD)}, (BM, 1)), (BM,))"
-        pointer = body.arguments.get("store", node).name
-        body.lines.append(f"device.store_vector({pointer}, rows, row_ok, {value})")
+            _store_vector(body, node, body.at(node, HELD))
     arguments = tuple(body.arguments.found.values())
     emitted = VECTORS.format(names=", ".join(parameters(arguments)), body=indented(body.lines, 1))
     header = HEADER.format(title=title, text=text)

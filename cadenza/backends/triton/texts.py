@@ -24,11 +24,12 @@ def _power(x: str, exponent: int) -> str:
 
 def _rounded(x: str, dtype: str) -> str:
     name = DTYPES[dtype]
-    return x if name == "tl.float32" else f"{x}.to({name}).to(tl.float32)"
+    return f"{x}.to({name}).to(tl.float32)" if name else x
 
 
+# What is computed in float32 is not rounded to wider dtypes.
 DTYPES = {
-    "bfloat16": "tl.bfloat16", "float16": "tl.float16", "float32": "tl.float32",
+    "bfloat16": "tl.bfloat16", "float16": "tl.float16", "float32": "", "float64": "",
     "float8_e4m3fn": "tl.float8e4nv", "float8_e5m2": "tl.float8e5",
 }  # fmt: skip
 

@@ -1,0 +1,311 @@
+"""Launches of emitted kernels: what each is called with, and what it allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cadenza.backends.triton import modules
+from cadenza.backends.triton.body import COLUMN_REDUCTIONS
+from cadenza.backends.triton.body import Argument as Pointer
+from cadenza.backends.triton.configuration import Configuration, Strip
+from cadenza.backends.triton.launch import Argument, Descriptor, Launcher
+from cadenza.backends.triton.memory import Memory, Step
+from cadenza.backends.triton.source import Source
+from cadenza.core.ir import Node
+from cadenza.core.plan import Kernel
+from cadenza.core.readiness import is_vector
+
+if TYPE_CHECKING:
+    from cadenza.backends.triton.executable import Program
+
+Tensor = torch.Tensor
+TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",
+    torch.uint8: "u8", torch.bool: "i1",
+    torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
+}  # fmt: skip
+
+
+def rows_of(kernel: Kernel) -> Any:
+    """The number of rows that a kernel goes over."""
+    if kernel.product is not None:
+        return kernel.product.type.rows
+    made = [*kernel.stores, *(r.inputs[0] for r in kernel.reductions)]
+    return next(n.type.rows for n in made if n.type.rows != 1)
+
+
+class Launch(Step):
+    """Runs an emitted kernel: its pointers, strides and numbers of partials, then ROWS."""
+
+    def __init__(self, source: Source, plan: Program) -> None:
+        self.source, self.plan = source, plan
+        self.launchers: dict[Any, Launcher] = {}
+
+    @cached_property
+    def function(self) -> Any:
+        """Triton's function of the emitted text."""
+        assert self.source is not None
+        return modules.function(self.source.text)
+
+    def launcher(self, **variant: Any) -> Launcher:
+        """The function with its constants, some of them of this variant."""
+        key = tuple(variant.values())
+        if key not in self.launchers:
+            constants = self.constants() | variant
+            self.launchers[key] = Launcher(self.function, constants, self.options())
+        return self.launchers[key]
+
+    def arguments(self, memory: Memory) -> list[Argument]:
+        """Pointers, strides and numbers of partials in order; allocates what is written."""
+        assert self.source is not None
+        pointers: list[Argument] = []
+        strides: list[Argument] = []
+        tiles: list[Argument] = []
+        for pointer in self.source.arguments:
+            tensor = self._tensor(pointer, memory)
+            pointers.append(tensor)
+            if pointer.role == "load":
+                strides.append(tensor.stride(0))
+            elif pointer.role == "partial":
+                tiles.append(tensor.shape[0])
+        return [*pointers, *strides, *tiles]
+
+    def _tensor(self, pointer: Pointer, memory: Memory) -> Tensor:
+        node = pointer.node
+        if pointer.role == "load":
+            tensor = memory.values[node]
+            if tensor.stride(1) != 1:
+                tensor = memory.values[node] = tensor.contiguous()
+            return tensor
+        if pointer.role == "vector":
+            return memory.values[node]
+        if pointer.role == "partial":
+            return memory.partials[node, pointer.piece]
+        if pointer.role == "store":
+            return self.stored(memory, node)
+        return self.reduced(memory, node, pointer.piece)
+
+    def stored(self, memory: Memory, node: Node) -> Tensor:
+        """New memory for a value that the kernel writes."""
+        shape = [memory.size(d) for d in node.type[:2]]
+        if is_vector(node):
+            shape = [shape[0] * shape[1]]
+        tensor = memory.values[node] = memory.empty(shape, self.plan.dtypes[node])
+        return tensor
+
+    def reduced(self, memory: Memory, node: Node, piece: str) -> Tensor:
+        """New memory for the partials of a reduction."""
+        argument = node.inputs[0].type
+        of_rows = node.op not in COLUMN_REDUCTIONS
+        length = memory.size(argument.rows) if of_rows else int(argument.columns)
+        shape = (self.tiles(memory, node), length)
+        tensor = memory.partials[node, piece] = memory.empty(shape, torch.float32)
+        return tensor
+
+    def tiles(self, memory: Memory, node: Node) -> int:
+        """How many partials of a reduction the kernel leaves."""
+        raise NotImplementedError
+
+    # --- compiling without a device ---------------------------------------------------------------
+
+    def signature(self) -> dict[str, str]:
+        """Triton's types of the function's parameters that are not constants, in order."""
+        assert self.source is not None
+        given = self.source.arguments
+        types: dict[str, str] = {}
+        for a in given:
+            whole = a.role in ("partial", "reduction")
+            types[a.name] = f"*{'fp32' if whole else TYPES[self.plan.dtypes[a.node]]}"
+        types |= {f"{a.name}_stride": "i32" for a in given if a.role == "load"}
+        types |= {f"{a.name}_tiles": "i32" for a in given if a.role == "partial"}
+        return types | {"ROWS": "i32"}
+
+    def constants(self) -> dict[str, Any]:
+        """The function's parameters that are constants."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        """Warps, stages and what else the compiler is told."""
+        raise NotImplementedError
+
+
+class ProductLaunch(Launch):
+    """A product with its epilogue."""
+
+    def __init__(
+        self, source: Source, plan: Program, kernel: Kernel, configuration: Configuration,
+        natural: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(source, plan)
+        assert kernel.product is not None
+        self.product, self.configuration, self.natural = kernel.product, configuration, natural
+        left, right = self.product.inputs
+        self.turned = [bool(self.product.attributes[f"transpose_{side}"]) for side in "ab"]
+        contracted = left.type.rows if self.turned[0] else left.type.columns
+        self.depth = contracted if isinstance(contracted, int) else None
+        self.operands = (left, right)
+        self.column_tiles = -(-int(self.product.type.columns) // configuration.BN)
+
+    def tiles(self, memory: Memory, node: Node) -> int:
+        if node.op in COLUMN_REDUCTIONS:
+            return -(-memory.size(self.product.type.rows) // self.configuration.BM)
+        return self.column_tiles
+
+    def run(self, memory: Memory) -> None:
+        cut, rows = self.configuration, memory.size(self.product.type.rows)
+        a, ta = straight(memory.values[self.operands[0]], self.turned[0])
+        b, tb = straight(memory.values[self.operands[1]], self.turned[1])
+        left, right = (self.described(a, ta, b, tb) if self.plan.describes(memory.device)
+                       else (None, None))  # fmt: skip
+        given: list[Argument] = [a if left is None else left, b if right is None else right]
+        given += [a.stride(0), b.stride(0), *self.arguments(memory), rows]
+        if self.depth is None:
+            given.append(a.shape[0] if ta else a.shape[1])
+        variant = {
+            "A_TMA": left is not None, "B_TMA": right is not None, "TA": ta, "TB": tb,
+            "WIDE": memory.device.type == "cpu" and a.dtype == torch.bfloat16,
+            "PRECISION": self.precision(a.dtype),
+        }  # fmt: skip
+        programs = min(-(-rows // cut.BM) * self.column_tiles, self.plan.programs(memory.device))
+        self.launcher(**variant)((programs, 1), given, memory.device)
+
+    def precision(self, dtype: torch.dtype) -> str:
+        """How float32 operands are multiplied: as torch's own switch allows."""
+        allowed = torch.backends.cuda.matmul.allow_tf32
+        return "tf32" if dtype == torch.float32 and allowed else "ieee"
+
+    def described(
+        self, a: Tensor, ta: bool, b: Tensor, tb: bool
+    ) -> tuple[Descriptor | None, Descriptor | None]:
+        """Descriptors of the operands, None for one that is to be read by pointers."""
+        if not self.configuration.descriptors:
+            return None, None
+        left = right = None
+        cut = self.configuration
+        if fits_descriptor(a):
+            box = (cut.BK, cut.BM) if ta else (cut.BM, cut.BK)
+            left = Descriptor(a, a.shape, a.stride(), box)
+        if fits_descriptor(b):
+            right = self._right(b, tb)
+        return left, right
+
+    def _right(self, b: Tensor, tb: bool) -> Descriptor | None:
+        cut, (rows, columns), stride = self.configuration, b.shape, b.stride(0)
+        assert self.source is not None
+        layout = self.source.layout
+        if layout.lanes == 1 or self.natural:
+            return Descriptor(b, b.shape, b.stride(), (cut.BN, cut.BK) if tb else (cut.BK, cut.BN))
+        inner, half = int(layout.pairs or 1), cut.BN // 2
+        whole = 2 * inner == layout.width
+        if not whole and inner % half:
+            return None
+        if tb:
+            shape, strides = (rows // inner, inner, columns), (inner * stride, stride, 1)
+            return Descriptor(b, shape, strides, (2, half, cut.BK))
+        if inner * b.element_size() % 16:
+            return None
+        shape, strides = (rows, columns // inner, inner), (stride, inner, 1)
+        return Descriptor(b, shape, strides, (cut.BK, 2, half))
+
+    def signature(self, descriptors: bool = False) -> dict[str, str]:
+        """As Launch's; with `descriptors`, as where both operands are read by them."""
+        a, b = (TYPES[self.plan.dtypes[o]] for o in self.operands)
+        before = {"a": f"*{a}", "b": f"*{b}"}
+        if descriptors:
+            before = {"a": f"tensordesc<{a}[{_box(self._boxes()[0])}]>",
+                      "b": f"tensordesc<{b}[{_box(self._boxes()[1])}]>"}  # fmt: skip
+        before |= {"a_stride": "i32", "b_stride": "i32"}
+        depth = {"K": "i32"} if self.depth is None else {}
+        return before | super().signature() | depth
+
+    def _boxes(self) -> tuple[Sequence[int], Sequence[int]]:
+        cut = self.configuration
+        assert self.source is not None
+        left = (cut.BK, cut.BM) if self.turned[0] else (cut.BM, cut.BK)
+        if self.source.layout.lanes == 1 or self.natural:
+            return left, (cut.BN, cut.BK) if self.turned[1] else (cut.BK, cut.BN)
+        half = cut.BN // 2
+        return left, (2, half, cut.BK) if self.turned[1] else (cut.BK, 2, half)
+
+    def constants(self, descriptors: bool = False) -> dict[str, Any]:
+        """As Launch's; with `descriptors`, as where both operands are read by them."""
+        cut = self.configuration
+        return {
+            "BM": cut.BM, "BN": cut.BN, "BK": cut.BK, "GROUP": cut.group,
+            "A_TMA": descriptors, "B_TMA": descriptors, "TA": self.turned[0], "TB": self.turned[1],
+            "WIDE": False, "PRECISION": "ieee", "FLATTEN": self.depth is not None,
+        }  # fmt: skip
+
+    def options(self) -> dict[str, Any]:
+        return {"num_warps": self.configuration.warps, "num_stages": self.configuration.stages}
+
+
+def _box(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
+
+
+def straight(tensor: Tensor, turned: bool) -> tuple[Tensor, bool]:
+    """An operand with rows that are runs in memory, and whether it is then transposed."""
+    if tensor.stride(1) == 1:
+        return tensor, turned
+    if tensor.stride(0) == 1:
+        return tensor.T, not turned
+    return tensor.contiguous(), turned
+
+
+def fits_descriptor(tensor: Tensor) -> bool:
+    """Whether a matrix with runs as rows can be read in boxes: aligned to 16 bytes throughout."""
+    aligned = tensor.data_ptr() % 16 == 0
+    return aligned and tensor.stride(0) * tensor.element_size() % 16 == 0
+
+
+class PointwiseLaunch(Launch):
+    """A kernel without a product."""
+
+    def __init__(self, source: Source, plan: Program, kernel: Kernel, strip: Strip) -> None:
+        super().__init__(source, plan)
+        self.strip, self.height, layout = strip, rows_of(kernel), source.layout
+        self.strips = -(-(layout.width // (2 if layout.pairs else 1)) // strip.W)
+
+    def programs(self, memory: Memory) -> int:
+        """How many programs go down one strip."""
+        rows = -(-memory.size(self.height) // self.strip.BM)
+        most = self.strip.programs or 4 * self.plan.programs(memory.device)
+        return max(1, min(rows, -(-most // self.strips)))
+
+    def tiles(self, memory: Memory, node: Node) -> int:
+        return self.programs(memory) if node.op in COLUMN_REDUCTIONS else self.strips
+
+    def run(self, memory: Memory) -> None:
+        given = [*self.arguments(memory), memory.size(self.height)]
+        self.launcher()((self.programs(memory), self.strips), given, memory.device)
+
+    def constants(self) -> dict[str, Any]:
+        return {"BM": self.strip.BM, "W": self.strip.W}
+
+    def options(self) -> dict[str, Any]:
+        return {"num_warps": self.strip.warps}
+
+
+class VectorLaunch(Launch):
+    """Finishes reductions, or makes vectors of vectors, all of one length."""
+
+    BLOCK = 64
+
+    def run(self, memory: Memory) -> None:
+        assert self.source is not None
+        made = next(a.node for a in self.source.arguments if a.role == "store")
+        length = memory.length(made)
+        given = [*self.arguments(memory), length]
+        self.launcher()((-(-length // self.BLOCK), 1), given, memory.device)
+
+    def constants(self) -> dict[str, Any]:
+        return {"BM": self.BLOCK}
+
+    def options(self) -> dict[str, Any]:
+        return {"num_warps": 4}

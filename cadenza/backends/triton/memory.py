@@ -1,0 +1,47 @@
+"""What exists between the steps of a plan, and what a step is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cadenza.backends.triton.source import Source
+from cadenza.core.ir import Node
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class Memory:
+    """What exists between steps. Vectors are 1-D; partials are [tiles, length]."""
+
+    rows: int
+    device: torch.device
+    values: dict[Node, Tensor] = field(default_factory=dict)
+    partials: dict[tuple[Node, str], Tensor] = field(default_factory=dict)
+
+    def size(self, dim: Any) -> int:
+        """A number of rows or columns."""
+        return self.rows if dim == "M" else int(dim)
+
+    def length(self, vector: Node) -> int:
+        """How many numbers a vector has."""
+        return self.size(vector.type.rows) * self.size(vector.type.columns)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """New memory."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+
+class Step:
+    """One thing that is done; `reason` says why it is not a template's kernel."""
+
+    reason = ""
+    source: Source | None = None
+
+    def run(self, memory: Memory) -> None:
+        """Does it."""
+        raise NotImplementedError

@@ -1,0 +1,221 @@
+"""Plans on the Triton back end, in Triton's interpreter, beside the reference back end.
+
+A trial is a plan with inputs and what the reference back end makes of them. `outcome` runs it with
+every input between numbers that nobody may read, and with all new memory poisoned and guarded:
+what isn't written stays poison, what is written elsewhere breaks a guard.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from planned import adjoints_of
+from programs import error_of
+from triton.runtime import interpreter
+
+from cadenza.backends import reference
+from cadenza.backends.triton.configuration import Configuration
+from cadenza.backends.triton.executable import Executable
+from cadenza.backends.triton.launch import Launcher
+from cadenza.backends.triton.memory import Memory, Step
+from cadenza.core.pipeline import Pair, compile_program
+from cadenza.core.plan import Kernel, Plan
+from cadenza.core.trace import Signature, undecided
+from cadenza.library.function import Program
+from cadenza.library.operands import as_matrix, describe
+
+Tensor = torch.Tensor
+POISON, WHOLE_POISON = 0xFF, -77  # bytes: NaN in every floating dtype, no boolean
+GUARD = 256  # bytes
+SMALL = Configuration(BM=16, BN=32, BK=16, warps=4, stages=2)
+Choose = Callable[[Kernel], Configuration]
+# Relative to the norm. The interpreter cuts what it rounds to bfloat16, which it should round.
+BOUNDS = {torch.float64: 2e-6, torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+
+
+class Trial(NamedTuple):
+    """A plan, its inputs and the outputs that are expected."""
+
+    plan: Plan
+    inputs: Sequence[Tensor]
+    rows: int
+    expected: Sequence[Tensor]
+
+
+def trials_of(
+    pair: Pair, tensors: Mapping[str, Tensor], rows: int, tile: int | None = None
+) -> Iterator[Trial]:
+    """The forward plan, and the backward plan on what forward has saved and random adjoints."""
+    given = [tensors[i.attributes["name"]] for i in pair.forward.inputs]
+    found = reference.Executable(pair.forward_plan, tile)(given, rows)
+    yield Trial(pair.forward_plan, given, rows, found)
+    if pair.backward_plan is None:
+        return
+    adjoints = adjoints_of(pair.program, rows, torch.float32)
+    given = [found[v] if isinstance(v, int) else tensors[v] for v in pair.values]
+    given += [adjoints[p] for p in pair.adjoints]
+    expected = reference.Executable(pair.backward_plan, tile)(given, rows)
+    yield Trial(pair.backward_plan, given, rows, expected)
+
+
+def trials(program: Program, tensors: Mapping[str, Any], backward: bool = True) -> Iterator[Trial]:
+    """The plans of a program for a call, with the gradients of all real operands."""
+    given = {n: v for n, v in tensors.items() if isinstance(v, Tensor)}
+    constants = {n: v for n, v in tensors.items() if n not in given}
+    described = describe(list(given), list(given.values()), program.shapes, constants)
+    matrices, sizes = {}, {}
+    for operand in described.operands:
+        height = described.rows if isinstance(operand.rows, str) else operand.rows
+        matrices[operand.name] = as_matrix(given[operand.name], height, operand.columns)
+        if operand.rows == undecided(operand.name):
+            sizes[operand.name] = described.rows
+    real = [n for n, t in given.items() if backward and t.is_floating_point()]
+    signature = Signature(described.operands, tuple(constants.items()))
+    pair = compile_program(program.function, signature, sizes, real)
+    return trials_of(pair, matrices, described.rows)
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+class Guarded:
+    """New memory, all of it poison, with guards before and after."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Tensor, Tensor]] = []
+
+    def empty(self, memory: Memory, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """What `Memory.empty` is replaced by."""
+        size = prod(shape) * dtype.itemsize
+        buffer = torch.full((size + 2 * GUARD,), POISON, dtype=torch.uint8)
+        tensor = buffer[GUARD : GUARD + size].view(dtype)
+        if not dtype.is_floating_point and dtype is not torch.bool:
+            tensor.fill_(WHOLE_POISON)
+        self.given.append((buffer, tensor))
+        return tensor.reshape(tuple(shape))
+
+    def check(self) -> None:
+        """Everything was written, and nothing beside it."""
+        for buffer, tensor in self.given:
+            guards = torch.cat([buffer[:GUARD], buffer[-GUARD:]])
+            assert (guards == POISON).all(), "written beside the memory of a value"
+            poison = tensor.view(torch.uint8).reshape(-1, tensor.itemsize) == POISON
+            assert not poison.all(1).any(), f"not written: {tensor}"
+            assert not (tensor == WHOLE_POISON).any() or tensor.is_floating_point()
+
+
+class Bounds:
+    """Every address that a kernel reads or writes lies in a tensor that it was given."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.spans: list[tuple[int, int]] = []
+        launched, builder = Launcher.__call__, interpreter.InterpreterBuilder
+        load, store = builder.create_masked_load, builder.create_masked_store
+
+        def launch(launcher: Launcher, grid: Any, arguments: Any, device: Any) -> None:
+            self.spans = [span(a) for a in arguments if isinstance(a, Tensor)]
+            launched(launcher, grid, arguments, device)
+
+        def read(own: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+            self.check(pointers, mask)
+            return load(own, pointers, mask, *rest)
+
+        def write(own: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+            self.check(pointers, mask)
+            return store(own, pointers, value, mask, *rest)
+
+        patch.setattr(Launcher, "__call__", launch)
+        patch.setattr(builder, "create_masked_load", read)
+        patch.setattr(builder, "create_masked_store", write)
+
+    def check(self, pointers: Any, mask: Any) -> None:
+        """Raises AssertionError for an address that is nowhere."""
+        used = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        if used.size:
+            low, high = int(used.min()), int(used.max())
+            inside = any(start <= low and high < stop for start, stop in self.spans)
+            assert inside, f"addresses {low} to {high}, outside of {self.spans}"
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from a tensor's first element to behind its last."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.itemsize if tensor.numel() else start
+
+
+class Outcome(NamedTuple):
+    """What a plan gave, and the steps that it took."""
+
+    outputs: list[Tensor]
+    steps: list[Step]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why steps are not those of a template."""
+        return [step.reason for step in self.steps if step.reason]
+
+
+def padded(tensor: Tensor) -> Tensor:
+    """A tensor with rows apart from one another, poison between them."""
+    poison = float("nan") if tensor.is_floating_point() else 1
+    wide = torch.full((tensor.shape[0], tensor.shape[1] + 5), poison, dtype=torch.float64)
+    inside = wide.to(tensor.dtype)[:, 2:-3]
+    return inside.copy_(tensor)
+
+
+def turned(tensor: Tensor) -> Tensor:
+    """A tensor of which columns are runs in memory."""
+    return padded(tensor.T).T
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """A tensor of which neither rows nor columns are runs in memory."""
+    return tensor.repeat_interleave(2, 1)[:, ::2]
+
+
+def outcome(
+    trial: Trial, cut: Configuration | Choose = SMALL, place: Callable[[Tensor], Tensor] = padded
+) -> Outcome:
+    """Runs a trial; AssertionError where memory is not written as it should be."""
+    choose = cut if callable(cut) else lambda kernel: cut
+    executable, guarded = Executable(trial.plan, choose), Guarded()
+    inputs = [place(tensor) for tensor in trial.inputs]
+    before = [tensor.clone() for tensor in inputs]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Memory, "empty", lambda *given: guarded.empty(*given))
+        Bounds(patch)
+        outputs = executable(inputs, trial.rows)
+    guarded.check()
+    for tensor, kept in zip(inputs, before, strict=True):
+        assert torch.equal(tensor.nan_to_num(), kept.nan_to_num()), "an input was changed"
+    return Outcome(outputs, executable.program.steps)
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+
+def assert_agrees(actual: Tensor, expected: Tensor, name: str = "", floor: float = 0.0) -> None:
+    """Equal but for rounding; `floor` is the size of summands that may cancel."""
+    assert actual.shape == expected.shape, f"{name}: {actual.shape}, not {expected.shape}"
+    assert actual.dtype == expected.dtype, f"{name}: {actual.dtype}, not {expected.dtype}"
+    if not expected.is_floating_point():
+        assert torch.equal(actual, expected), name
+        return
+    size = expected[expected.isfinite()].double().norm().item() + floor * expected.numel() ** 0.5
+    error = error_of(actual, expected)
+    bound = BOUNDS[expected.dtype] * size
+    assert error <= bound, f"{name}: error {error:.3g}, at most {bound:.3g}"
+
+
+def check(trial: Trial, **options: Any) -> Outcome:
+    """Runs a trial and compares every output."""
+    floor = options.pop("floor", 0.0)
+    found = outcome(trial, **options)
+    labels = trial.plan.graph.labels
+    for k, (actual, expected) in enumerate(zip(found.outputs, trial.expected, strict=True)):
+        assert_agrees(actual, expected, labels[k] if k < len(labels) else str(k), floor)
+    return found
