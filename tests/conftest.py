@@ -5,6 +5,7 @@ that needs fewer says so itself, with `@settings`, and is then not lengthened by
 """
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,14 +49,29 @@ settings.register_profile("cadenza-long", parent=COMMON, max_examples=5000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--long`."""
+    """Adds `--long` and `--shard`."""
     parser.addoption("--long", action="store_true", help="5000 random examples a property, not 500")
+    parser.addoption("--shard", metavar="I/N", help="every Nth of the selected tests, from the Ith")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses the profile, unless `--hypothesis-profile` did."""
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile("cadenza-long" if config.getoption("--long") else "cadenza")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps the tests of a shard: by order, among those that `-m` and `-k` have left."""
+    if not config.getoption("--shard"):
+        return
+    found = re.fullmatch(r"(\d+)/(\d+)", config.getoption("--shard"))
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise pytest.UsageError("--shard is I/N, from 1/N to N/N")
+    first, step = int(found[1]) - 1, int(found[2])
+    kept = items[first::step]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
 
 
 @pytest.fixture(autouse=True)

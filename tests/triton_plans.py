@@ -22,6 +22,7 @@ from cadenza.backends.triton.executable import Executable
 from cadenza.backends.triton.launch import Launcher
 from cadenza.backends.triton.memory import Memory, Step
 from cadenza.core.pipeline import Pair, compile_program
+from cadenza.core.ops import REAL
 from cadenza.core.plan import Kernel, Plan
 from cadenza.core.trace import Signature, undecided
 from cadenza.library.function import Program
@@ -54,7 +55,9 @@ def trials_of(
     yield Trial(pair.forward_plan, given, rows, found)
     if pair.backward_plan is None:
         return
-    adjoints = adjoints_of(pair.program, rows, torch.float32)
+    adjoints = iter(adjoints_of(pair.program, rows, torch.float32))
+    real = [p for p, output in enumerate(pair.program.outputs) if output.type.kind == REAL]
+    adjoints = dict(zip(real, adjoints, strict=True))
     given = [found[v] if isinstance(v, int) else tensors[v] for v in pair.values]
     given += [adjoints[p] for p in pair.adjoints]
     expected = reference.Executable(pair.backward_plan, tile)(given, rows)

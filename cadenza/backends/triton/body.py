@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from cadenza.backends.triton.columns import ROWS, Frame, Layout, Space, Spaces, Unsupported
+from cadenza.backends.triton.columns import FIRST, ROWS, Frame, Layout, Space, Spaces, Unsupported
+from cadenza.backends.triton.readable import value_name
 from cadenza.backends.triton.texts import ELEMENTWISE, number
 from cadenza.core.ir import Node, topological
 from cadenza.core.ops import BOOLEAN, INTEGER, REAL, Dim, Op
@@ -102,10 +103,14 @@ class Body:
         self.lines: list[str] = []
         self.runs: set[str] = set()
         self.unit = 1  # columns of a part must be a multiple of this
+        self.part: int | None = None  # columns of a part, where it may be moved as a box
+        self.boxes: set[str] = set()  # arguments of which some parts can be moved as boxes
+        self.scattered: set[str] = set()  # and those of which some can't
         self._known: dict[tuple[Node, Frame | None], str] = {}
         self._indices: dict[Frame, str] = {}
         self._masks: dict[tuple[Frame, Dim], str] = {}
         self._blocks: dict[str, str] = {}
+        self._used: set[str] = set()
         self._serial = 0
         matrices = [kernel.product] if kernel.product is not None else []
         matrices += [n for n in (*kernel.body, *kernel.loads) if n.type.is_matrix]
@@ -123,17 +128,20 @@ class Body:
             elif self.pairs and 2 * int(load.type.columns) == self.width:
                 yield load, Space("half")
 
-    def line(self, text: str, stem: str = "t") -> str:
-        """A line that gives a value a new name; the name."""
-        self._serial += 1
-        name = f"{stem}{self._serial}"
+    def line(self, text: str, stem: str = "e", name: str = "") -> str:
+        """A line that gives a value a new name, this one if it is free; the name."""
+        taken = self._used if name else self._used.union(self.arguments.names.values())
+        while not name or name in taken:
+            self._serial += 1
+            name = f"{stem}{self._serial}"
+        self._used.add(name)
         self.lines.append(f"{name} = {text}")
         return name
 
     def ahead(self, frame: Frame, text: str, stem: str) -> str:
         """The same for what depends on columns alone, if the frame is one of columns."""
         name = self.line(text, stem)
-        if frame.run != "r":
+        if frame.run not in ("r", "z"):
             self.head.append(self.lines.pop())
         return name
 
@@ -147,14 +155,14 @@ class Body:
 
     def _index(self, frame: Frame) -> str:
         self.runs.add(frame.run)
-        if frame == ROWS:
-            return "rows"
+        if frame in (ROWS, FIRST):
+            return "rows" if frame == ROWS else "tl.arange(0, 1)"
         if not frame.steps:
             return frame.run
         kind, *counts = frame.steps[-1]
         before = Frame(frame.run, frame.steps[:-1])
         if kind == "mod" and before.run in ("c", "h") and before.shift is not None:
-            start = f"{before.run}_start + {before.shift}"
+            start = f"{before.run}_start, {before.shift}"
             return self.ahead(frame, f"device.wrapped({start}, W, {counts[0]})", "i")
         return self.ahead(frame, STEPS[kind](self.index(before), *counts), "i")
 
@@ -169,10 +177,11 @@ class Body:
 
     def _mask(self, frame: Frame, width: Dim) -> str:
         self.runs.add(frame.run)
-        if not frame.steps and width == self.run_width(frame.run):
-            return f"{frame.run}_ok"
-        index, inside = self.index(frame), "row_ok" if frame.run == "r" else f"{frame.run}_ok"
-        return self.ahead(frame, f"{inside} & ({index} >= 0) & ({index} < {width})", "m")
+        if not frame.steps and frame.run not in "rz" and width == self.run_width(frame.run):
+            return self._inside(frame)
+        index, inside = self.index(frame), "row_ok & " if frame.run == "r" else f"{frame.run}_ok & "
+        inside = "" if frame.run == "z" else inside
+        return self.ahead(frame, f"{inside}({index} >= 0) & ({index} < {width})", "m")
 
     def run_width(self, run: str) -> int:
         """How many columns a run goes over in all tiles."""
@@ -212,8 +221,12 @@ class Body:
         if key not in self._known:
             text = self._text(node, frame)
             atom = text.isidentifier() or node.op is Op.CONSTANT
-            self._known[key] = text if atom else self.line(text)
+            self._known[key] = text if atom else self.line(text, name=self._named(node, frame))
         return self._known[key]
+
+    def _named(self, node: Node, frame: Frame | None) -> str:
+        lane = frame.run[1] if frame is not None and frame.run in ("c0", "c1") else ""
+        return value_name(self.arguments.names.get(node, ""), lane)
 
     def real(self, node: Node, frame: Frame | None) -> str:
         """A value as a real number."""
@@ -237,6 +250,9 @@ class Body:
             return self._load(node, frame)
         if not node.type.is_matrix and self._is_leaf(node):
             return self._vector(node, frame)
+        if node.op in SPECIAL and frame is None and not reduces_matrix(node):
+            block = f"tl.zeros((1, 1), tl.float32) + {SPECIAL[node.op](self, node, FIRST)}"
+            return f"tl.sum(tl.sum({block}, 1), 0)"
         if node.op in SPECIAL:
             return SPECIAL[node.op](self, node, frame)
         if node.op in ELEMENTWISE:
@@ -259,10 +275,38 @@ class Body:
         assert frame is not None
         argument = self.arguments.get("load", node).name
         mask = self.block_mask(self.mask(frame, int(node.type.columns)))
-        function = "load" if node.type.kind == REAL else "load_whole"
-        return (
-            f"device.{function}({argument}, rows, {self.index(frame)}, {argument}_stride, {mask})"
-        )
+        given = f"{argument}, rows, {self.index(frame)}, {argument}_stride, {mask}"
+        if node.type.kind != REAL:
+            return f"device.load_whole({given})"
+        box = self.box(argument, frame)
+        return f"device.load_part({given}, {box})" if box else f"device.load({given})"
+
+    def box(self, argument: str, frame: Frame) -> str:
+        """Where the box of a part begins and whether it is one; empty where it can't be."""
+        start = self._first(frame) if self.part else None
+        if start is None:
+            self.scattered.add(argument)
+            return ""
+        self.boxes.add(argument)
+        return f"i * BM, {start}, {argument}_box"
+
+    def _first(self, frame: Frame) -> str | None:
+        """The first column of a part in a frame that is a run of columns, else None."""
+        assert self.part is not None
+        shift = frame.shift
+        if frame.run in ("c", "h") and shift is not None:
+            return f"{frame.run}_start + {shift}"
+        if frame.run in ("c0", "c1") and shift is not None and self.pairs:
+            if self.pairs % self.part:
+                return None
+            first = int(frame.run[1]) * self.pairs + shift
+            if 2 * self.pairs == self.width:
+                return f"h_start + {first}"
+            return f"h_start // {self.pairs} * {2 * self.pairs} + h_start % {self.pairs} + {first}"
+        if frame.run in ("c", "h") and len(frame.steps) == 1 and frame.steps[0][0] == "mod":
+            count = frame.steps[0][1]
+            return f"{frame.run}_start % {count}" if count % self.part == 0 else None
+        return None
 
     # --- vectors ----------------------------------------------------------------------------------
 
@@ -415,8 +459,8 @@ class Body:
         inner, part = int(node.attributes["inner"]), int(node.attributes["part"])
         shift = frame.shift
         if frame.run == "h" and inner == self.pairs and shift is not None and shift % inner == 0:
-            return self.at(node.inputs[0], Frame(f"c{part}").shifted(2 * shift))
-        return self.at(node.inputs[0], frame.then("pair", part, inner))
+            return self.real(node.inputs[0], Frame(f"c{part}").shifted(2 * shift))
+        return self.real(node.inputs[0], frame.then("pair", part, inner))
 
     def _join(self, node: Node, frame: Frame) -> str:
         inner, shift = int(node.attributes["inner"]), frame.shift
@@ -483,7 +527,7 @@ class Body:
         return names[0]
 
     def _row_index(self, node: Node, frame: Frame | None) -> str:
-        return "rows[:, None]"
+        return "rows[:, None]" if node.type.rows != 1 else "tl.zeros((1, 1), tl.int32)"
 
     def _column_index(self, node: Node, frame: Frame) -> str:
         suffix = "[:, None]" if frame.run == "r" else "[None, :]"
@@ -499,7 +543,7 @@ class Body:
         return f"device.uniform({text}, rows, {self.index(frame)})"
 
     def _transpose(self, node: Node, frame: Frame) -> str:
-        return self.at(node.inputs[0], frame)
+        return self.real(node.inputs[0], frame)
 
 
 def next_power(count: int) -> int:

@@ -54,6 +54,7 @@ class Frame(NamedTuple):
 
 
 ROWS = Frame("r")
+FIRST = Frame("z")  # of a value of one column or more, the first alone
 
 
 class Space(NamedTuple):

@@ -10,7 +10,8 @@ class Configuration:
     """Rows BM, columns BN and depth BK of a tile, warps, stages; the parts of an epilogue.
 
     `group` is how many row tiles are taken together; `descriptors` whether operands are brought
-    in by tensor descriptors where the device and the operands allow it.
+    in by tensor descriptors where the device and the operands allow it, `boxes` which of an
+    epilogue's matrices ("load", "store") are moved so too.
     """
 
     BM: int = 128
@@ -21,6 +22,7 @@ class Configuration:
     parts: int = 1
     group: int = 8
     descriptors: bool = True
+    boxes: tuple[str, ...] = ()
 
     def fitted(self, lanes: int, unit: int) -> Configuration | None:
         """The configuration with parts that hold whole groups of `unit` columns; None if none."""

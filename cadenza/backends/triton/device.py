@@ -85,6 +85,25 @@ def load(pointer, rows, columns, stride, mask):
 
 
 @triton.jit
+def load_part(pointer, rows, columns, stride, mask, row, column, BOX: tl.constexpr):
+    """The same, by a descriptor from (row, column) on if BOX."""
+    if BOX:
+        return pointer.load([row, column]).to(tl.float32)
+    else:
+        return load(pointer, rows, columns, stride, mask)
+
+
+@triton.jit
+def store_part(pointer, rows, columns, stride, mask, value, row, column, BOX: tl.constexpr):
+    """Rounds a block once, as `store` does, by a descriptor from (row, column) on if BOX."""
+    if BOX:
+        value = tl.broadcast_to(value, mask.shape).to(pointer.dtype)
+        pointer.store([row, column], value)
+    else:
+        store(pointer, rows, columns, stride, mask, value)
+
+
+@triton.jit
 def load_whole(pointer, rows, columns, stride, mask):
     """A block of a stored matrix of whole numbers or conditions."""
     return tl.load(pointer + offsets(rows, columns, stride), mask=mask, other=0)
@@ -228,12 +247,12 @@ def merged_online(top, total, top_b, total_b):
 
 
 @triton.jit
-def wrapped(start, WIDTH: tl.constexpr, COUNT: tl.constexpr):
-    """(start, start + 1, …) modulo COUNT, as a run where it stays one; WIDTH divides start."""
-    if COUNT % WIDTH == 0:
-        return (start % COUNT) + tl.arange(0, WIDTH)
+def wrapped(start, SHIFT: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
+    """Columns from start + SHIFT on modulo COUNT, a run where it stays one; WIDTH divides start."""
+    if COUNT % WIDTH == 0 and SHIFT % WIDTH == 0:
+        return ((start + SHIFT) % COUNT) + tl.arange(0, WIDTH)
     else:
-        return (start + tl.arange(0, WIDTH)) % COUNT
+        return (start + SHIFT + tl.arange(0, WIDTH)) % COUNT
 
 
 @triton.jit
@@ -265,13 +284,21 @@ def _partials(pointer, first, rows, row_ok, ROWS, tiles, SIZE: tl.constexpr, oth
 @triton.jit
 def finish_row_sum(pointer, rows, row_ok, ROWS, tiles, SIZE: tl.constexpr):
     """The sum of at most SIZE partials of each row."""
-    return tl.sum(_partials(pointer, 0, rows, row_ok, ROWS, tiles, SIZE, 0.0), 1)
+    total = tl.load(pointer + rows, mask=row_ok, other=0.0)
+    for t in tl.static_range(1, SIZE):
+        at = tl.cast(t, tl.int64) * ROWS + rows
+        total += tl.load(pointer + at, mask=row_ok & (t < tiles), other=0.0)
+    return total
 
 
 @triton.jit
 def finish_row_max(pointer, rows, row_ok, ROWS, tiles, SIZE: tl.constexpr):
     """The largest of at most SIZE partials of each row."""
-    return largest(_partials(pointer, 0, rows, row_ok, ROWS, tiles, SIZE, float("-inf")), 1)
+    top = tl.load(pointer + rows, mask=row_ok, other=0.0)
+    for t in tl.static_range(1, SIZE):
+        at = tl.cast(t, tl.int64) * ROWS + rows
+        top = maximum(top, tl.load(pointer + at, mask=row_ok & (t < tiles), other=float("-inf")))
+    return top
 
 
 @triton.jit

@@ -29,7 +29,10 @@ from cadenza.backends.triton.configuration import Configuration, Strip
 from cadenza.backends.triton.fallbacks import LibraryProduct, ReferenceKernel, ReferenceVector
 from cadenza.backends.triton.launches import Launch, PointwiseLaunch, ProductLaunch, VectorLaunch
 from cadenza.backends.triton.memory import Memory, Step
+from cadenza.backends.triton.replay import Recording, Replay
+from cadenza.backends.triton.replay import replay as make_replay
 from cadenza.backends.triton.source import pointwise_source, product_source, vector_source
+from cadenza.backends.triton.vector_product import VectorProduct
 from cadenza.core.ir import Node
 from cadenza.core.ops import Op
 from cadenza.core.plan import Kernel, Plan
@@ -40,6 +43,7 @@ from cadenza.core.storage import compute_dtype, dtypes_of
 
 Tensor = torch.Tensor
 Choose = Callable[[Kernel], Configuration]
+KEPT_REPLAYS = 64  # layouts of one plan's inputs, numbers of rows among them
 FEW = 16  # a kernel merges this many partials of a row itself
 
 
@@ -178,6 +182,7 @@ class Program:
         if layout.lanes == 2:
             natural = fitted.width(2) % layout.pairs == 0
         body = self._body(kernel, layout)
+        body.part = fitted.width(layout.lanes) if fitted.boxes else None
         launch = ProductLaunch(source, self, kernel, fitted, natural)
         title, text = self._text(kernel)
         launch.source = product_source(body, title, text, fitted.parts, natural, launch.depth)
@@ -234,7 +239,12 @@ class Program:
         """Has a vector finished, in memory."""
         if node in self.finished or (node.op in (Op.CONSTANT,) and not output):
             return
-        if in_memory(node) and not reduces_matrix(node):
+        if node.op is Op.MATMUL and any(not is_vector(i) for i in node.inputs):
+            for source in node.inputs:
+                if is_vector(source):
+                    self._need(source, output=True)
+            self.steps.append(VectorProduct(self, node))
+        elif in_memory(node) and not reduces_matrix(node):
             for source in node.inputs:
                 if is_vector(source):
                     self._need_leaves(source)
@@ -281,6 +291,11 @@ def _plans(text: PairText | None) -> list[PlanText]:
     return [plan for plan in (text.forward, text.backward) if plan] if text else []
 
 
+def _laid_out(tensor: Tensor) -> tuple[Any, ...]:
+    """What of a tensor's layout a launch depends on."""
+    return tensor.stride(), tensor.data_ptr() % 16 == 0
+
+
 def _length(vector: Node) -> Any:
     """How many numbers a vector has: M or a number."""
     return vector.type.rows if vector.type.columns == 1 else vector.type.columns
@@ -295,6 +310,7 @@ class Executable:
     ) -> None:  # fmt: skip
         self.plan, self.choose, self.described = plan, choose, described
         self.wide = compute_dtype(plan.graph) == "float64"
+        self.replays: dict[Any, Replay | None] = {}
 
     @cached_property
     def program(self) -> Program:
@@ -305,11 +321,30 @@ class Executable:
         """The outputs, new contiguous tensors, of inputs in the graph's order, each 2-D."""
         if rows == 0 or self.wide:
             return self.program.plain(tensors, rows)
-        memory = Memory(rows, tensors[0].device)
+        device = tensors[0].device
+        if device.type != "cuda":
+            return self._stepwise(tensors, Memory(rows, device))
+        key = (rows, device.index, tuple([_laid_out(t) for t in tensors]))
+        replay = self.replays.get(key)
+        if replay is not None:
+            return replay(tensors)
+        memory = Memory(rows, device, recording=None if key in self.replays else Recording())
+        outputs = self._stepwise(tensors, memory)
+        apart = len({t.data_ptr() for t in tensors}) == len(tensors)
+        if memory.recording is not None and apart:  # else it wouldn't tell these inputs apart
+            if len(self.replays) >= KEPT_REPLAYS:
+                self.replays.pop(next(iter(self.replays)))
+            self.replays[key] = make_replay(memory.recording, tensors, outputs, device)
+        return outputs
+
+    def _stepwise(self, tensors: Sequence[Tensor], memory: Memory) -> list[Tensor]:
+        """The outputs, step by step."""
         for node, tensor in zip(self.plan.graph.inputs, tensors, strict=True):
             memory.values[node] = tensor.reshape(-1).contiguous() if is_vector(node) else tensor
         for step in self.program.steps:
             step.run(memory)
+            if memory.recording is not None and not step.recorded:
+                memory.recording.usable = False
         owner = Owner(tensors)
         return [owner.own(self._output(memory, o), self.program.dtypes[o]) for o in self.outputs]
 

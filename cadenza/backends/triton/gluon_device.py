@@ -182,12 +182,12 @@ def sigmoid(x):
 
 
 @gluon.jit
-def wrapped(start, WIDTH: gl.constexpr, COUNT: gl.constexpr):
-    """(start, start + 1, …) modulo COUNT, as a run where it stays one; WIDTH divides start."""
-    if COUNT % WIDTH == 0:
-        return (start % COUNT) + arange(0, WIDTH)
+def wrapped(start, SHIFT: gl.constexpr, WIDTH: gl.constexpr, COUNT: gl.constexpr):
+    """Columns from start + SHIFT on modulo COUNT, a run where it stays one; WIDTH divides start."""
+    if COUNT % WIDTH == 0 and SHIFT % WIDTH == 0:
+        return ((start + SHIFT) % COUNT) + arange(0, WIDTH)
     else:
-        return (start + arange(0, WIDTH)) % COUNT
+        return (start + SHIFT + arange(0, WIDTH)) % COUNT
 
 
 @gluon.jit

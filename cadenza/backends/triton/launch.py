@@ -25,13 +25,14 @@ WIDE = 2**31  # whole numbers from here on are passed in 64 bits
 class Descriptor:
     """A tensor read in boxes: `shape` and `strides` in elements, the last stride 1."""
 
-    __slots__ = ("box", "pointer", "shape", "strides", "tensor")
+    __slots__ = ("box", "layout", "pointer", "shape", "strides", "tensor")
 
     def __init__(
         self, tensor: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]
     ) -> None:
         self.tensor, self.pointer = tensor, tensor.data_ptr()
         self.shape, self.strides, self.box = list(shape), list(strides), list(box)
+        self.layout = (*shape, *strides)
 
     def public(self) -> Any:
         """Triton's own descriptor."""
@@ -64,7 +65,7 @@ class Launcher:
         self, function: Any, constants: dict[str, Any], options: dict[str, Any]
     ) -> None:
         self.function, self.constants, self.options = function, constants, options
-        self._known: dict[tuple[int, ...], _Direct | None] = {}
+        self._known: dict[tuple[int, ...], Direct | None] = {}
         self.compiled: list[Any] = []
 
     def __call__(
@@ -87,12 +88,16 @@ class Launcher:
             self.compiled.append(kernel)
             self._known[key] = _direct(kernel, len(self.constants), device.index)
 
+    def direct(self, arguments: Sequence[Argument], device: torch.device) -> Direct | None:
+        """The compiled launcher for such arguments, None where it can't be called directly."""
+        return self._known.get((device.index, *map(_key, arguments)))
+
     def _public(self, grid: tuple[int, int], arguments: Sequence[Argument]) -> Any:
         given = [a.public() if isinstance(a, Descriptor) else a for a in arguments]
         return self.function[grid](*given, **self.constants, **self.options)
 
 
-class _Direct:
+class Direct:
     """A compiled kernel's own launcher, loaded on one device."""
 
     def __init__(self, raw: Any, kernel: Any, maps: Sequence[Any], blanks: int, index: int) -> None:
@@ -125,35 +130,38 @@ class _Direct:
 
     def _map(self, descriptor: Descriptor, position: int) -> list[Any]:
         """The tensor map of a descriptor, and its shape and strides, as the launcher takes them."""
-        key = (position, descriptor.pointer, *descriptor.shape, *descriptor.strides)
+        found = self.map_at(descriptor.pointer, position, descriptor)
+        return [found, *descriptor.shape, *descriptor.strides]
+
+    def map_at(self, pointer: int, position: int, like: Descriptor) -> Any:
+        """The tensor map of what lies at an address and is else like a descriptor."""
+        key = (pointer, position, like.layout)
         found = self.maps.get(key)
         if found is None:
             if len(self.maps) >= KEPT_MAPS:
                 self.maps.clear()
-            found = self.maps[key] = _encoded(descriptor, self.meta[position])
+            found = self.maps[key] = _encoded(pointer, like, self.meta[position])
         return found
 
 
-def _encoded(descriptor: Descriptor, meta: dict[str, Any]) -> list[Any]:
+def _encoded(pointer: int, like: Descriptor, meta: dict[str, Any]) -> Any:
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # noqa: PLC0415
     from triton.runtime.driver import driver  # noqa: PLC0415
 
-    encoded = driver.active.utils.fill_tma_descriptor(
-        descriptor.pointer, meta["swizzle"], meta["elem_size"],
-        TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"],
-        descriptor.shape, descriptor.strides, 0,
+    return driver.active.utils.fill_tma_descriptor(
+        pointer, meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]],
+        meta["block_size"], like.shape, like.strides, 0,
     )  # fmt: skip
-    return [encoded, *descriptor.shape, *descriptor.strides]
 
 
-def _direct(kernel: Any, blanks: int, index: int) -> _Direct | None:
+def _direct(kernel: Any, blanks: int, index: int) -> Direct | None:
     """The kernel's launcher where it can be called directly, None where it can't."""
     metadata = kernel.metadata
     scratch = metadata.global_scratch_size or metadata.profile_scratch_size
     raw, maps = _raw(kernel)
     if raw is None or scratch or _hooked():
         return None
-    return _Direct(raw, kernel, maps, blanks, index)
+    return Direct(raw, kernel, maps, blanks, index)
 
 
 def _hooked() -> bool:

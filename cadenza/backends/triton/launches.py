@@ -42,6 +42,8 @@ def rows_of(kernel: Kernel) -> Any:
 class Launch(Step):
     """Runs an emitted kernel: its pointers, strides and numbers of partials, then ROWS."""
 
+    recorded = True
+
     def __init__(self, source: Source, plan: Program) -> None:
         self.source, self.plan = source, plan
         self.launchers: dict[Any, Launcher] = {}
@@ -160,19 +162,34 @@ class ProductLaunch(Launch):
         cut, rows = self.configuration, memory.size(self.product.type.rows)
         a, ta = straight(memory.values[self.operands[0]], self.turned[0])
         b, tb = straight(memory.values[self.operands[1]], self.turned[1])
-        left, right = (self.described(a, ta, b, tb) if self.plan.describes(memory.device)
-                       else (None, None))  # fmt: skip
+        describes = self.plan.describes(memory.device)
+        left, right = self.described(a, ta, b, tb) if describes else (None, None)
         given: list[Argument] = [a if left is None else left, b if right is None else right]
         given += [a.stride(0), b.stride(0), *self.arguments(memory), rows]
         if self.depth is None:
             given.append(a.shape[0] if ta else a.shape[1])
-        variant = {
+        boxes = self.boxed(given) if describes else {}
+        variant = boxes | {
             "A_TMA": left is not None, "B_TMA": right is not None, "TA": ta, "TB": tb,
             "WIDE": memory.device.type == "cpu" and a.dtype == torch.bfloat16,
             "PRECISION": self.precision(a.dtype),
         }  # fmt: skip
         programs = min(-(-rows // cut.BM) * self.column_tiles, self.plan.programs(memory.device))
-        self.launcher(**variant)((programs, 1), given, memory.device)
+        memory.launch(self.launcher(**variant), (programs, 1), given)
+
+    def boxed(self, given: list[Argument]) -> dict[str, bool]:
+        """Puts descriptors for the loads and stores that move as boxes; the constants for these."""
+        assert self.source is not None
+        cut, found = self.configuration, {}
+        box = (cut.BM, cut.width(self.source.layout.lanes))
+        for position, pointer in enumerate(self.source.arguments, 4):
+            if pointer.name not in self.source.movable or pointer.role not in cut.boxes:
+                continue
+            tensor = given[position]
+            if isinstance(tensor, Tensor) and fits_descriptor(tensor):
+                given[position] = Descriptor(tensor, tensor.shape, tensor.stride(), box)
+                found[f"{pointer.name}_box"] = True
+        return found
 
     def precision(self, dtype: torch.dtype) -> str:
         """How float32 operands are multiplied: as torch's own switch allows."""
@@ -221,7 +238,18 @@ class ProductLaunch(Launch):
                       "b": f"tensordesc<{b}[{_box(self._boxes()[1])}]>"}  # fmt: skip
         before |= {"a_stride": "i32", "b_stride": "i32"}
         depth = {"K": "i32"} if self.depth is None else {}
-        return before | super().signature() | depth
+        rest = super().signature()
+        if descriptors:
+            box = f"{self.configuration.BM}, {self.configuration.width(self.lanes)}"
+            for name in (n for n in rest if n in self.source.boxes and self.moves(n)):
+                rest[name] = f"tensordesc<{rest[name][1:]}[{box}]>"
+        return before | rest | depth
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a tile in the accumulator."""
+        assert self.source is not None
+        return self.source.layout.lanes
 
     def _boxes(self) -> tuple[Sequence[int], Sequence[int]]:
         cut = self.configuration
@@ -235,11 +263,18 @@ class ProductLaunch(Launch):
     def constants(self, descriptors: bool = False) -> dict[str, Any]:
         """As Launch's; with `descriptors`, as where both operands are read by them."""
         cut = self.configuration
+        assert self.source is not None
         return {
             "BM": cut.BM, "BN": cut.BN, "BK": cut.BK, "GROUP": cut.group,
             "A_TMA": descriptors, "B_TMA": descriptors, "TA": self.turned[0], "TB": self.turned[1],
             "WIDE": False, "PRECISION": "ieee", "FLATTEN": self.depth is not None,
-        }  # fmt: skip
+        } | {f"{n}_box": descriptors and self.moves(n) for n in self.source.boxes}  # fmt: skip
+
+    def moves(self, name: str) -> bool:
+        """Whether an argument is moved as boxes where descriptors can be had."""
+        assert self.source is not None
+        role = next(a.role for a in self.source.arguments if a.name == name)
+        return name in self.source.movable and role in self.configuration.boxes
 
     def options(self) -> dict[str, Any]:
         return {"num_warps": self.configuration.warps, "num_stages": self.configuration.stages}
@@ -283,7 +318,7 @@ class PointwiseLaunch(Launch):
 
     def run(self, memory: Memory) -> None:
         given = [*self.arguments(memory), memory.size(self.height)]
-        self.launcher()((self.programs(memory), self.strips), given, memory.device)
+        memory.launch(self.launcher(), (self.programs(memory), self.strips), given)
 
     def constants(self) -> dict[str, Any]:
         return {"BM": self.strip.BM, "W": self.strip.W}
@@ -302,7 +337,7 @@ class VectorLaunch(Launch):
         made = next(a.node for a in self.source.arguments if a.role == "store")
         length = memory.length(made)
         given = [*self.arguments(memory), length]
-        self.launcher()((-(-length // self.BLOCK), 1), given, memory.device)
+        memory.launch(self.launcher(), (-(-length // self.BLOCK), 1), given)
 
     def constants(self) -> dict[str, Any]:
         return {"BM": self.BLOCK}

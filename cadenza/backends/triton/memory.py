@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from cadenza.backends.triton.launch import Argument, Launcher
+from cadenza.backends.triton.replay import Grid, Recording
 from cadenza.backends.triton.source import Source
 from cadenza.core.ir import Node
 
@@ -22,6 +24,7 @@ class Memory:
     device: torch.device
     values: dict[Node, Tensor] = field(default_factory=dict)
     partials: dict[tuple[Node, str], Tensor] = field(default_factory=dict)
+    recording: Recording | None = None
 
     def size(self, dim: Any) -> int:
         """A number of rows or columns."""
@@ -33,13 +36,23 @@ class Memory:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """New memory."""
-        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        if self.recording is not None:
+            self.recording.allocated.append(tensor)
+        return tensor
+
+    def launch(self, launcher: Launcher, grid: Grid, given: Sequence[Argument]) -> None:
+        """Runs a kernel."""
+        launcher(grid, given, self.device)
+        if self.recording is not None:
+            self.recording.launches.append((launcher, grid, given))
 
 
 class Step:
     """One thing that is done; `reason` says why it is not a template's kernel."""
 
     reason = ""
+    recorded = False  # whether it only allocates and launches through Memory
     source: Source | None = None
 
     def run(self, memory: Memory) -> None:

@@ -36,6 +36,8 @@ class Source:
     arguments: tuple[Argument, ...]
     unit: int
     layout: Layout
+    boxes: tuple[str, ...] = ()  # arguments that have a constant, whether they move as boxes
+    movable: frozenset[str] = frozenset()  # those of them for which it may be true
 
 
 def indented(lines: Iterable[str], depth: int) -> str:
@@ -83,7 +85,10 @@ def _store(body: Body, node: Node) -> None:
         value = body.at(node, frame)
         mask = body.block_mask(body.mask(frame, width))
         index = body.index(frame)
-        body.lines.append(f"device.store({pointer}, rows, {index}, {width}, {mask}, {value})")
+        given = f"{pointer}, rows, {index}, {width}, {mask}, {value}"
+        box = body.box(pointer, frame)
+        call = f"device.store_part({given}, {box})" if box else f"device.store({given})"
+        body.lines.append(call)
 
 
 def _column_reduction(body: Body, node: Node) -> Iterable[tuple[Node, Frame, str, str]]:
@@ -131,7 +136,10 @@ def parameters(arguments: Sequence[Argument]) -> list[str]:
 
 PRODUCT = '''
 @triton.jit
-def part({accumulators}, start, i, rows, row_ok, {names}, ROWS, BM: tl.constexpr, W: tl.constexpr):
+def part(
+    {accumulators}, start, i, rows, row_ok, {names}{typed_boxes},
+    ROWS, BM: tl.constexpr, W: tl.constexpr,
+):
 {body}
 
 @triton.jit
@@ -139,7 +147,7 @@ def kernel(
     a, b, a_stride, b_stride, {names},
     ROWS, {depth}BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     A_TMA: tl.constexpr, B_TMA: tl.constexpr, TA: tl.constexpr, TB: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr{typed_boxes},
 ):
     N: tl.constexpr = {columns}
 {known_depth}    W: tl.constexpr = BN // {cuts}
@@ -169,16 +177,22 @@ def product_source(
     lines, reductions = lines_of_part(body)
     arguments = tuple(body.arguments.found.values())
     names = ", ".join(parameters(arguments))
+    boxes = [f"{name}_box" for name in sorted(body.boxes)]
+    called = ", ".join([names, *boxes])
     emitted = PRODUCT.format(
+        typed_boxes="".join(f", {box}: tl.constexpr" for box in boxes),
         accumulators=", ".join(accumulators(body)), names=names, body=indented(lines, 1),
         depth="K, " if depth is None else "", columns=int(body.kernel.product.type.columns),
         known_depth="" if depth is None else f"    K: tl.constexpr = {depth}\n",
         cuts=parts * body.layout.lanes,
         pairs=body.pairs if body.layout.lanes == 2 else 0, natural=natural,
-        parts=indented(lines_of_tile(body, parts, natural, names, reductions), 2),
+        parts=indented(lines_of_tile(body, parts, natural, called, reductions), 2),
     )  # fmt: skip
     head = HEADER.format(title=title, text=text)
-    return Source(head + emitted, arguments, body.unit, body.layout)
+    return Source(
+        head + emitted, arguments, body.unit, body.layout, boxes=tuple(sorted(body.boxes)),
+        movable=frozenset(body.boxes - body.scattered),
+    )  # fmt: skip
 
 
 def accumulators(body: Body) -> list[str]:

@@ -1,0 +1,168 @@
+"""A plan's launches, recorded once and then repeated with as little work on the host as there is.
+
+For tensors that are laid out alike, every launch has the same kernels, sizes and tensor boxes; only
+addresses differ. So these are numbers relative to a few bases: the inputs, the outputs, and one
+workspace in which all that lives between kernels has its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from cadenza.backends.triton.launch import Argument, Descriptor, Direct, Launcher
+
+Tensor = torch.Tensor
+ALIGNMENT = 512  # bytes; torch's own allocations have it
+Grid = tuple[int, int]
+
+
+@dataclass
+class Recording:
+    """What the steps of one run did: what they allocated, and each launch, in order."""
+
+    allocated: list[Tensor] = field(default_factory=list)
+    launches: list[tuple[Launcher, Grid, Sequence[Argument]]] = field(default_factory=list)
+    usable: bool = True
+
+
+class Span(NamedTuple):
+    """Bytes that are in use from the first launch to the last that has their address."""
+
+    size: int
+    first: int
+    last: int
+
+
+def placed(spans: Sequence[Span]) -> tuple[list[int], int]:
+    """Offsets for spans such that none that are in use together overlap, and the bytes in all."""
+    offsets = [0] * len(spans)
+    done: list[int] = []
+    for index in sorted(range(len(spans)), key=lambda i: -spans[i].size):
+        span, start = spans[index], 0
+        together = [
+            (offsets[o], offsets[o] + spans[o].size)
+            for o in done
+            if spans[o].first <= span.last and span.first <= spans[o].last
+        ]
+        for low, high in sorted(together):
+            if start + span.size <= low:
+                break
+            start = max(start, high)
+        offsets[index] = start
+        done.append(index)
+    total = max((o + s.size for o, s in zip(offsets, spans, strict=True)), default=0)
+    return offsets, total
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """One launch: arguments with the addresses missing, and how each of these is made."""
+
+    direct: Direct
+    grid: Grid
+    template: tuple[Any, ...]
+    pointers: tuple[tuple[int, int, int], ...]  # position, base, offset
+    maps: tuple[tuple[int, int, int, int, Descriptor], ...]  # …, number of the descriptor, itself
+
+
+class Replay:
+    """The launches of a plan for inputs that are laid out as they were in a recording."""
+
+    def __init__(
+        self, launches: Sequence[_Launch], outputs: Sequence[tuple[Any, ...]], workspace: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.launches, self.outputs, self.workspace = launches, outputs, workspace
+        self.device, self.index = device, device.index
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of inputs in order."""
+        device = self.device
+        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.outputs]
+        space = torch.empty(self.workspace, dtype=torch.uint8, device=device)
+        bases = [space.data_ptr()]
+        bases += [t.data_ptr() for t in tensors]
+        bases += [t.data_ptr() for t in made]
+        if torch._C._cuda_getDevice() == self.index:
+            self._run(bases)
+        else:
+            with torch.cuda.device(self.index):
+                self._run(bases)
+        return made
+
+    def _run(self, bases: Sequence[int]) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        for launch in self.launches:
+            given = list(launch.template)
+            for position, base, offset in launch.pointers:
+                given[position] = bases[base] + offset
+            direct = launch.direct
+            for position, base, offset, number, descriptor in launch.maps:
+                given[position] = direct.map_at(bases[base] + offset, number, descriptor)
+            direct.raw(*launch.grid, 1, stream, *direct.head, *given)
+
+
+def replay(
+    recording: Recording, inputs: Sequence[Tensor], outputs: Sequence[Tensor],
+    device: torch.device,
+) -> Replay | None:  # fmt: skip
+    """What repeats a recording that gave `outputs`; None where it can't be repeated."""
+    if not recording.usable:
+        return None
+    uses = [[_address(a) for a in given if not isinstance(a, int)]
+            for _, _, given in recording.launches]  # fmt: skip
+    own = {t.data_ptr(): p for p, t in enumerate(outputs)}
+    allocated = {t.data_ptr(): t for t in recording.allocated}
+    if len(own) < len(outputs) or not own.keys() <= allocated.keys():
+        return None  # an output is an input, or the same as another
+    inner = [address for address in allocated if address not in own]
+    offsets, total = placed([_span(allocated[a], a, uses) for a in inner])
+    places = {t.data_ptr(): (1 + p, 0) for p, t in enumerate(inputs)}
+    places |= {a: (0, offset) for a, offset in zip(inner, offsets, strict=True)}
+    places |= {a: (1 + len(inputs) + p, 0) for a, p in own.items()}
+    if any(address not in places for each in uses for address in each):
+        return None  # a copy of an input that was not laid out as a kernel needs it
+    launches = []
+    for launcher, grid, given in recording.launches:
+        direct = launcher.direct(given, device)
+        if direct is None:
+            return None
+        launches.append(_launch(direct, grid, given, places))
+    shapes = [(tuple(t.shape), t.dtype) for t in outputs]
+    return Replay(launches, shapes, total, device)
+
+
+def _address(argument: Any) -> int:
+    if isinstance(argument, Descriptor):
+        return argument.pointer
+    address: int = argument.data_ptr()
+    return address
+
+
+def _span(tensor: Tensor, address: int, uses: Iterable[Sequence[int]]) -> Span:
+    using = [number for number, addresses in enumerate(uses) if address in addresses]
+    size = -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+    return Span(size, using[0], using[-1]) if using else Span(0, 0, 0)
+
+
+def _launch(
+    direct: Direct, grid: Grid, given: Sequence[Argument], places: dict[int, tuple[int, int]]
+) -> _Launch:
+    template: list[Any] = []
+    pointers, maps = [], []
+    for argument in given:
+        if isinstance(argument, int):
+            template.append(argument)
+        elif isinstance(argument, Descriptor):
+            place = places[argument.pointer]
+            maps.append((len(template), *place, len(maps), argument))
+            template += [None, *argument.shape, *argument.strides]
+        else:
+            pointers.append((len(template), *places[argument.data_ptr()]))
+            template.append(None)
+    template += direct.blanks
+    return _Launch(direct, grid, tuple(template), tuple(pointers), tuple(maps))

@@ -1,0 +1,56 @@
+"""Tests marked `gpu`: what they run on, and why they are skipped where they can't run.
+
+They need a GPU that Triton compiles for. Without one, `TRITON_INTERPRET=1 pytest -m gpu` runs those
+marked `interpreted` on a CPU, at tiny sizes, so that the tests themselves can be tried.
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from calls import Place
+
+from cadenza.backends import reference
+
+NO_GPU = "needs a GPU of CUDA; TRITON_INTERPRET=1 pytest -m gpu interprets some of these on a CPU"
+ONLY_GPU = "needs a GPU of CUDA: Triton's interpreter has nothing of what is tested"
+INTERPRETED = "TRITON_INTERPRET=1 is set beside a GPU: unset it, then run pytest -m gpu by itself"
+
+
+def why_not(item: pytest.Item, asked: bool) -> str:
+    """Why a test can't run here; `asked` is whether tests marked gpu were asked for by name."""
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    if torch.cuda.is_available():
+        return INTERPRETED if interpreting else ""
+    if interpreting and asked:
+        return "" if item.get_closest_marker("interpreted") else ONLY_GPU
+    return NO_GPU
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what can't run here, for a reason."""
+    asked = "gpu" in config.getoption("markexpr")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            reason = why_not(item, asked)
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def whole_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference back end takes all rows at once: by small tiles a GPU would crawl."""
+    monkeypatch.setattr(reference, "TILE", None)
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """Where a test runs. What it left on the GPU is given back, so that many can share one."""
+    if torch.cuda.is_available():
+        yield Place(torch.device("cuda", 0), interpreted=False)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return
+    monkeypatch.setenv("CADENZA_BACKEND", "triton")
+    yield Place(torch.device("cpu"), interpreted=True)
