@@ -53,7 +53,7 @@ MIRRORS: dict[str, str] = {}
 
 # Where every function is a traced program: its parameters are a block's inputs and weights.
 TRACED_FILES = re.compile(r"cadenza/library/blocks(\.py|/.*)|examples/.*")
-TRACED_DECORATORS = frozenset({"epilogue", "block"})
+TRACED_DECORATORS = frozenset({"epilogue", "block", "jit"})  # jit: what Triton compiles
 
 # Written in pieces, so that this file is not itself a violation.
 FOREIGN = re.compile(

@@ -379,7 +379,7 @@ def test_what_is_no_function(made, function):
 
 def test_an_unknown_back_end(monkeypatch):
     call = lambda: doubled(X, 2.0, backend="tritn")  # noqa: E731 (line is named)
-    rest = "no such back end\n  found:    'tritn'\n  expected: one of auto, reference"
+    rest = "no such back end\n  found:    'tritn'\n  expected: one of auto, reference, triton"
     assert_raises(BackEndError, call, f"{line_of(call)}: {rest}")
     monkeypatch.setenv("CADENZA_BACKEND", "tritn")
     assert_raises(BackEndError, lambda: doubled(X, 2.0), f"CADENZA_BACKEND: {rest}")

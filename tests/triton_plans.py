@@ -6,6 +6,7 @@ what isn't written stays poison, what is written elsewhere breaks a guard.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -14,15 +15,18 @@ import pytest
 import torch
 from planned import adjoints_of
 from programs import error_of
+from triton import language as tl
 from triton.runtime import interpreter
 
+import cadenza as cz
 from cadenza.backends import reference
+from cadenza.backends.triton import device
 from cadenza.backends.triton.configuration import Configuration
 from cadenza.backends.triton.executable import Executable
 from cadenza.backends.triton.launch import Launcher
 from cadenza.backends.triton.memory import Memory, Step
-from cadenza.core.pipeline import Pair, compile_program
 from cadenza.core.ops import REAL
+from cadenza.core.pipeline import Pair, compile_program
 from cadenza.core.plan import Kernel, Plan
 from cadenza.core.trace import Signature, undecided
 from cadenza.library.function import Program
@@ -34,7 +38,12 @@ GUARD = 256  # bytes
 SMALL = Configuration(BM=16, BN=32, BK=16, warps=4, stages=2)
 Choose = Callable[[Kernel], Configuration]
 # Relative to the norm. The interpreter cuts what it rounds to bfloat16, which it should round.
-BOUNDS = {torch.float64: 2e-6, torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+BOUNDS = {
+    torch.float64: 2e-6,
+    torch.float32: 2e-6,
+    torch.float16: 2.0**-10,
+    torch.bfloat16: 2.0**-7,
+}
 
 
 class Trial(NamedTuple):
@@ -62,6 +71,16 @@ def trials_of(
     given += [adjoints[p] for p in pair.adjoints]
     expected = reference.Executable(pair.backward_plan, tile)(given, rows)
     yield Trial(pair.backward_plan, given, rows, expected)
+
+
+def cz_program(function: Callable[..., Any]) -> Program:
+    """A fresh program of a function."""
+    return cz.block(function)
+
+
+def configured(**sizes: Any) -> Configuration:
+    """The small configuration with other sizes."""
+    return replace(SMALL, **sizes)
 
 
 def trials(program: Program, tensors: Mapping[str, Any], backward: bool = True) -> Iterator[Trial]:
@@ -115,12 +134,15 @@ class Bounds:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.spans: list[tuple[int, int]] = []
-        launched, builder = Launcher.__call__, interpreter.InterpreterBuilder
+        builder = interpreter.InterpreterBuilder
+        launched, convert = Launcher.__call__, builder.cast_impl
         load, store = builder.create_masked_load, builder.create_masked_store
 
         def launch(launcher: Launcher, grid: Any, arguments: Any, device: Any) -> None:
             self.spans = [span(a) for a in arguments if isinstance(a, Tensor)]
-            launched(launcher, grid, arguments, device)
+            with pytest.MonkeyPatch.context() as inner:
+                hasten(inner)
+                launched(launcher, grid, arguments, device)
 
         def read(own: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
             self.check(pointers, mask)
@@ -130,7 +152,12 @@ class Bounds:
             self.check(pointers, mask)
             return store(own, pointers, value, mask, *rest)
 
+        def cast(own: Any, given: Any, wanted: Any) -> Any:
+            down = (given.dtype.scalar, wanted.scalar) == (tl.float32, tl.bfloat16)
+            return rounded(given) if down else convert(own, given, wanted)
+
         patch.setattr(Launcher, "__call__", launch)
+        patch.setattr(builder, "cast_impl", cast)
         patch.setattr(builder, "create_masked_load", read)
         patch.setattr(builder, "create_masked_store", write)
 
@@ -141,6 +168,36 @@ class Bounds:
             low, high = int(used.min()), int(used.max())
             inside = any(start <= low and high < stop for start, stop in self.spans)
             assert inside, f"addresses {low} to {high}, outside of {self.spans}"
+
+
+def rounded(given: Any) -> Any:
+    """Float32 as bfloat16, rounded to the nearest; the interpreter would cut it."""
+    numbers = torch.from_numpy(np.ascontiguousarray(given.data)).to(torch.bfloat16)
+    bits = numbers.view(torch.int16).numpy().view(np.uint16)
+    return interpreter.TensorHandle(bits.reshape(given.data.shape), tl.bfloat16)
+
+
+def hasten(patch: pytest.MonkeyPatch) -> None:
+    """For one launch: the interpreter prepares Triton's language once, not in each function called.
+
+    And what the device functions reduce by `_larger`, it reduces as a whole.
+    """
+    prepare, reduce = interpreter._patch_lang, interpreter.ReduceOps.apply_impl
+    prepared: dict[Any, Any] = {}
+
+    def once(function: Any) -> Any:
+        named = tuple(name for name in ("tl", "core") if name in function.__globals__)
+        if named not in prepared:
+            prepared[named] = prepare(function)
+        return prepared[named]
+
+    def as_a_whole(own: Any, given: Any) -> Any:
+        if own.combine_fn is device._larger:
+            return own.min_max(given[0], val_reduce_op=np.max)
+        return reduce(own, given)
+
+    patch.setattr(interpreter, "_patch_lang", once)
+    patch.setattr(interpreter.ReduceOps, "apply_impl", as_a_whole)
 
 
 def span(tensor: Tensor) -> tuple[int, int]:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import inspect
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from types import CodeType
 from typing import Any, overload
 
 import torch
@@ -24,14 +22,15 @@ from cadenza.core.ir import Graph
 from cadenza.core.ops import M
 from cadenza.core.trace import location
 from cadenza.library.autocast import autocast_dtype
+from cadenza.library.eager import Calls, Prepared, kind_of, watched
+from cadenza.library.identity import CONSTANTS, register
 from cadenza.library.operands import as_matrix, checked_shapes
-from cadenza.library.operator import PROGRAMS
+from cadenza.library.operator import PROGRAMS, find
 from cadenza.library.specialize import Call, Specialization, Specializations
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
 Shapes = Mapping[str, str] | None
-CONSTANTS = (bool, int, float, str, type(None))
 OPEN = 16411  # stands for a number of rows that is open; a prime, which no weight's size is likely
 
 
@@ -49,7 +48,9 @@ class Program:
         self._name_operands()
         self.shapes = checked_shapes(shapes, self.parameters, location(function))
         self.specializations = Specializations(self._traced(), function.__name__, self.shapes)
-        self.key = _register(self)
+        self.key = register(function, self.shapes, self.specializations)
+        self.calls = Calls()
+        self.has_tensors = any(isinstance(v, Tensor) for v in self.defaults.values())
 
     def __repr__(self) -> str:
         return f"<cadenza {type(self).__name__.lower()} {self.key}>"
@@ -58,6 +59,37 @@ class Program:
         return self.__qualname__  # as a function: copied to itself, pickled by its name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            prepared = self._prepared(args, kwargs)
+            if prepared is not None:
+                return prepared[0](prepared[1])
+        return self._dispatched(args, kwargs)
+
+    def _prepared(self, args: Any, kwargs: Any) -> tuple[Prepared, list[Tensor]] | None:
+        """The call made ready, with its tensors in the order of operands; None if it is watched."""
+        kind = None if watched() or self.has_tensors else kind_of(args, kwargs)
+        if kind is None:
+            return None
+        ready = self.calls.find(kind, lambda: self._ready(args, kwargs))
+        if ready is None:
+            return None
+        given = [*args, *kwargs.values()]
+        return ready[0], [given[p] for p in ready[1]]
+
+    def _ready(self, args: Any, kwargs: Any) -> tuple[Prepared, list[int]]:
+        """The call, and where its tensors are among the arguments in the order they are given."""
+        kwargs = dict(kwargs)
+        given = [*self.parameters[: len(args)], *kwargs]
+        backend = kwargs.pop("backend", None) if "backend" not in self.parameters else None
+        names, tensors, constants = self._sorted(self._bound(args, kwargs))
+        text = _encode(names, constants, autocast_dtype(tensors[0]), backend)
+        needed = _needed(tensors)
+        specialization, operands = find(self.key, tensors, text, needed)
+        prepared = Prepared(specialization, operands, tensors, needed)
+        return prepared, [given.index(name) for name in names]
+
+    def _dispatched(self, args: Any, kwargs: Any) -> Any:
+        """The call as an operation of torch's dispatcher."""
         backend = kwargs.pop("backend", None) if "backend" not in self.parameters else None
         names, tensors, constants = self._sorted(self._bound(args, kwargs))
         text = _encode(names, constants, autocast_dtype(tensors[0]), backend)
@@ -349,40 +381,3 @@ def _unflatten(returned: Any, specialization: Specialization, leading: tuple[Any
     if structure == "value":
         return shaped[0]
     return tuple(shaped) if structure == "tuple" else dict(zip(labels, shaped, strict=True))
-
-
-# --- identity -------------------------------------------------------------------------------------
-
-
-def _register(program: Program) -> str:
-    """The program's name for torch: its function's name and a digest of its code and closure.
-
-    Two functions share a name only if they are the same code over the same constants in the same
-    module; anything else gets a number behind it.
-    """
-    function = program.function
-    closure = dict(inspect.getclosurevars(function).nonlocals)
-    content = (
-        _code_text(function.__code__),
-        repr(closure),
-        repr(program.shapes),
-        location(function),
-    )
-    identity = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
-    key, number = f"{function.__qualname__}.{identity}", 1
-    while key in PROGRAMS and not _interchangeable(PROGRAMS[key].function, function, closure):
-        number += 1
-        key = f"{function.__qualname__}.{identity}.{number}"
-    PROGRAMS[key] = program.specializations
-    return key
-
-
-def _code_text(code: CodeType) -> str:
-    constants = [_code_text(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    return repr((code.co_code.hex(), constants, code.co_names, code.co_varnames))
-
-
-def _interchangeable(known: Function, function: Function, closure: Mapping[str, Any]) -> bool:
-    known = inspect.unwrap(known)
-    simple = all(isinstance(v, CONSTANTS) for v in closure.values())
-    return simple and known.__globals__ is function.__globals__

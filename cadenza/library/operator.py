@@ -42,7 +42,7 @@ def _check_devices(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
             )
 
 
-def _find(
+def find(
     program: str, tensors: Sequence[Tensor], call: str, needed: int
 ) -> tuple[Specialization, Operands]:
     """What to run for a call, and its operands. Raises ProgramError where a tensor does not fit."""
@@ -61,7 +61,7 @@ def _matrices(tensors: Sequence[Tensor], operands: Operands, graph: Graph) -> li
     return result
 
 
-def _output_shapes(
+def output_shapes(
     specialization: Specialization, operands: Operands
 ) -> list[tuple[tuple[Any, ...], torch.dtype]]:
     """Shape and dtype of every tensor that `run` returns."""
@@ -78,11 +78,11 @@ def run(program: str, tensors: list[Tensor], call: str, needed: int, content: st
 
     `content` is read by nobody: it makes a captured graph differ when the program does.
     """
-    specialization, operands = _find(program, tensors, call, needed)
+    specialization, operands = find(program, tensors, call, needed)
     with without_autocast(tensors[0]), torch.no_grad():
         matrices = _matrices(tensors, operands, specialization.pair.forward)
         results = specialization.forward(matrices, operands.rows)
-    shapes = _output_shapes(specialization, operands)
+    shapes = output_shapes(specialization, operands)
     # Not `view`: autograd lets nobody write into a view that came out of an operation.
     reshape = torch.ops.aten._unsafe_view.default
     return [reshape(r, shape) for r, (shape, _) in zip(results, shapes, strict=True)]
@@ -90,8 +90,8 @@ def run(program: str, tensors: list[Tensor], call: str, needed: int, content: st
 
 @torch.library.register_fake("cadenza::run")
 def _(program: str, tensors: list[Tensor], call: str, needed: int, content: str) -> list[Tensor]:
-    specialization, operands = _find(program, tensors, call, needed)
-    shapes = _output_shapes(specialization, operands)
+    specialization, operands = find(program, tensors, call, needed)
+    shapes = output_shapes(specialization, operands)
     return [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 
@@ -106,13 +106,18 @@ def run_backward(
     program: str, values: list[Tensor], adjoints: list[Tensor], rows: int
 ) -> list[Tensor]:
     """The gradients of the program with this digest, each [rows, columns] as its input."""
-    specialization = BY_DIGEST[program]
-    graph = _backward_graph(specialization)
+    return gradients_of(BY_DIGEST[program], values, adjoints, rows)
+
+
+def gradients_of(
+    specialization: Specialization, values: list[Tensor], adjoints: list[Tensor], rows: int
+) -> list[Tensor]:
+    """The gradients of a program, each [rows, columns] as its input."""
     given = [*values, *adjoints]
     with without_autocast(given[0]), torch.no_grad():
         matrices = [
-            as_matrix(t, rows if i.type.rows == M else i.type.rows, int(i.type.columns))
-            for t, i in zip(given, graph.inputs, strict=True)
+            as_matrix(t, rows if own is None else own, columns)
+            for t, (own, columns) in zip(given, specialization.backward_sizes, strict=True)
         ]
         results: list[Tensor] = specialization.backward(matrices, rows)
     return results

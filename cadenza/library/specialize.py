@@ -106,6 +106,15 @@ class Specialization:
         return described_outputs(self.pair.forward)
 
     @cached_property
+    def backward_sizes(self) -> list[tuple[int | None, int]]:
+        """Rows (None for M) and columns of backward's inputs."""
+        assert self.pair.backward is not None
+        return [
+            (None if i.type.rows == M else int(i.type.rows), int(i.type.columns))
+            for i in self.pair.backward.inputs
+        ]
+
+    @cached_property
     def gradients(self) -> list[tuple[Any, int, torch.dtype]]:
         """Rows, columns and dtype of each gradient that backward returns."""
         return described_outputs(self.pair.backward) if self.pair.backward else []

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from inspect import Parameter, Signature
 from io import TextIOWrapper
+from itertools import pairwise
 from typing import Any, get_type_hints
 
 import typer
@@ -34,7 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command that the arguments name (the process's own by default); the exit code."""
     _never_fail_to_print()
     try:
-        code = app(arguments, prog_name="cadenza", standalone_mode=False)
+        words = _completed(sys.argv[1:] if arguments is None else arguments)
+        code = app(words, prog_name="cadenza", standalone_mode=False)
     except USAGE_ERROR as error:
         return _refuse(f"{error.format_message()} (cadenza --help lists what there is)")
     except (Fault, BackEndError) as error:
@@ -42,6 +44,14 @@ def main(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     return code if isinstance(code, int) else 0
+
+
+def _completed(words: list[str]) -> list[str]:
+    """The arguments, `--source` with its value: typer has no option whose value may be left out."""
+    return [
+        "--source=all" if word == "--source" and following.startswith("-") else word
+        for word, following in pairwise([*words, "-"])
+    ]
 
 
 def _never_fail_to_print() -> None:

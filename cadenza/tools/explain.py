@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,18 @@ from cadenza.core.storage import dtypes_of
 from cadenza.core.text import show
 from cadenza.core.trace import trace
 from cadenza.core.unfused import Unfused
+from cadenza.tools.emitted import Emitted, asked, emitted, fallen, show_sources, sources_json
 from cadenza.tools.fault import Fault
 from cadenza.tools.question import Question
 from cadenza.tools.target import Target, find_target
 
-STYLES = {"store": "bold", "partial": "magenta", "reduce": "magenta", "finish": "cyan"}
+STYLES = {
+    "store": "bold",
+    "runs": "yellow",
+    "partial": "magenta",
+    "reduce": "magenta",
+    "finish": "cyan",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,8 +144,8 @@ def _saved_json(found: Explanation) -> Iterator[dict[str, Any]]:
 # --- for people -----------------------------------------------------------------------------------
 
 
-def render(found: Explanation, gpu: Gpu, dtype: str) -> Iterator[Text]:
-    """The explanation line by line."""
+def render(found: Explanation, gpu: Gpu, dtype: str, instead: Mapping[str, str]) -> Iterator[Text]:
+    """The explanation line by line; `instead` is what torch does of kernels and vectors."""
     name = found.text.pair.program.name
     yield Text(f"{name}, {dtype}, M = {found.target.rows}, on {gpu.name}", "bold underline")
     yield Text(
@@ -156,7 +163,9 @@ def render(found: Explanation, gpu: Gpu, dtype: str) -> Iterator[Text]:
         yield from _heading(f"{title}: {counts(plan.plan)}")
         for kernel in (*plan.kernels, *plan.beside):
             yield from _kernel(kernel, found.works[kernel.name], gpu, dtype)
+            yield from _instead(instead.get(kernel.name))
         yield from map(_line, plan.ends)
+    yield from _vectors_by_torch(found, instead)
     yield from _heading("saved for backward")
     yield from _saved(found)
     yield from _heading("beside the unfused program")
@@ -181,6 +190,20 @@ def _kernel(kernel: KernelText, work: Work, gpu: Gpu, dtype: str) -> Iterator[Te
     cost = f"{work.flops / 1e9:.1f} GFLOP, {work.bytes / 1e6:.1f} MB, {time} ({bound})"
     yield Text(f"    {'cost':<8}{cost}", "dim")
     yield from map(_line, kernel.lines)
+
+
+def _instead(reason: str | None) -> Iterator[Text]:
+    if reason is not None:
+        yield _line(Line("runs", reason))
+
+
+def _vectors_by_torch(found: Explanation, instead: Mapping[str, str]) -> Iterator[Text]:
+    kernels = {k.name for plan in found.plans.values() for k in (*plan.kernels, *plan.beside)}
+    vectors = {name: reason for name, reason in instead.items() if name not in kernels}
+    if vectors:
+        yield from _heading("vectors made by torch")
+    for name, reason in vectors.items():
+        yield Text(f"    {name}: {reason}")
 
 
 def _line(line: Line) -> Text:
@@ -214,19 +237,36 @@ def _why(text: PairText, name: str) -> Iterator[Text]:
 
 
 def run_explain(text: str, question: Question, machine: bool) -> int:
-    """Prints the explanation of a target, or of one value of it."""
+    """Prints the explanation of a target, or of one value of it, or its emitted kernels."""
     if question.gpu.lower() not in GPUS:
         raise Fault(f"unknown --gpu {question.gpu!r}: one of {', '.join(GPUS)}")
     if machine and question.why is not None:
         raise Fault("--why answers in words: leave --json out")
+    if question.why is not None and question.source is not None:
+        raise Fault("--why and --source are two questions: ask one at a time")
     gpu, dtype = GPUS[question.gpu.lower()], question.dtype
     found = explain(find_target(text, question.size or (), dtype, question.frozen or ()))
+    steps = emitted(found.text, question.gpu.lower()) if question.why is None else []
+    chosen = asked(steps, question.source) if question.source else []
     if machine:
-        json.dump(as_json(found, gpu, dtype), sys.stdout, indent=2)
+        sources = {"sources": sources_json(chosen)} if chosen else {}
+        json.dump(as_json(found, gpu, dtype) | sources, sys.stdout, indent=2)
         print()
         return 0
-    why = question.why
-    console = Console(highlight=False)
-    for line in render(found, gpu, dtype) if why is None else _why(found.text, why):
-        console.print(line, soft_wrap=True)
+    _print(found, question, steps, chosen)
     return 0
+
+
+def _print(
+    found: Explanation, question: Question, steps: Sequence[Emitted], chosen: Sequence[Emitted]
+) -> None:
+    console = Console(highlight=False)
+    if chosen:
+        show_sources(chosen, console)
+        return
+    if question.why is not None:
+        lines = _why(found.text, question.why)
+    else:
+        lines = render(found, GPUS[question.gpu.lower()], question.dtype, fallen(steps))
+    for line in lines:
+        console.print(line, soft_wrap=True)

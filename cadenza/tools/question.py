@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 SIZES, FROZEN = "sizes by name: D=4096,F=14336", "operands that need no gradient: x,w"
+SOURCE = "print the Triton module of this kernel (F2, B3) or vector (s1); of all, if left open"
 WHY = "say why this value is stored, computed again, deferred"
 
 
@@ -17,3 +18,4 @@ class Question:
     dtype: str = field(default="bfloat16", metadata={"help": "dtype of the operands"})
     gpu: str = field(default="h100", metadata={"help": "the GPU of the rooflines"})
     why: str | None = field(default=None, metadata={"help": WHY})
+    source: str | None = field(default=None, metadata={"help": SOURCE})

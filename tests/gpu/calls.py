@@ -4,10 +4,11 @@
 those of `block_operands` are odd, so that every operand is read by pointers.
 """
 
-import importlib.util
+import runpy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import block_operands
@@ -16,6 +17,7 @@ import torch
 from programs import assert_close, gradients_of, labelled
 
 from cadenza.backends.triton.launch import Launcher
+from cadenza.backends.triton.replay import Replay
 from cadenza.library.blocks import BUILT_IN
 from cadenza.tools import numerics
 
@@ -132,20 +134,26 @@ def check_same(first: Mapping[str, Tensor], second: Mapping[str, Tensor], what: 
 
 
 class Launches:
-    """Records the launches of emitted kernels."""
+    """Counts the launches of emitted kernels, and keeps those that no replay made."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.made: list[tuple[Launcher, Any, Any, torch.device]] = []
-        launched = Launcher.__call__
+        self.replayed = 0
+        launched, replayed = Launcher.__call__, Replay._run
 
         def launch(launcher: Launcher, grid: Any, arguments: Any, device: torch.device) -> None:
             self.made.append((launcher, grid, arguments, device))
             launched(launcher, grid, arguments, device)
 
+        def repeat(replay: Replay, bases: Any) -> None:
+            self.replayed += len(replay.launches)
+            replayed(replay, bases)
+
         patch.setattr(Launcher, "__call__", launch)
+        patch.setattr(Replay, "_run", repeat)
 
     def __len__(self) -> int:
-        return len(self.made)
+        return len(self.made) + self.replayed
 
 
 @contextmanager
@@ -169,12 +177,8 @@ def poison_free_memory(device: torch.device) -> None:
 
 
 def example(name: str) -> Any:
-    """The module of an example."""
-    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / f"examples/{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """What an example's file defines, as attributes."""
+    return SimpleNamespace(**runpy.run_path(str(ROOT / f"examples/{name}.py")))
 
 
 def _of_example(name: str, rows: int, width: int, columns: int) -> Operands:

@@ -45,12 +45,15 @@ def whole_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Place]:
     """Where a test runs. What it left on the GPU is given back, so that many can share one."""
-    if torch.cuda.is_available():
-        yield Place(torch.device("cuda", 0), interpreted=False)
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("CADENZA_BACKEND", "triton")
+        yield Place(torch.device("cpu"), interpreted=True)
+        return
+    yield Place(torch.device("cuda", 0), interpreted=False)
+    try:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        return
-    monkeypatch.setenv("CADENZA_BACKEND", "triton")
-    yield Place(torch.device("cpu"), interpreted=True)
+    except RuntimeError as error:  # nothing more can run on a GPU in this process
+        pytest.exit(f"a kernel failed on the GPU in {request.node.nodeid}: {error}", returncode=3)

@@ -108,6 +108,7 @@ class Body:
         self.scattered: set[str] = set()  # and those of which some can't
         self._known: dict[tuple[Node, Frame | None], str] = {}
         self._indices: dict[Frame, str] = {}
+        self._grouped: dict[Node, bool] = {}
         self._masks: dict[tuple[Frame, Dim], str] = {}
         self._blocks: dict[str, str] = {}
         self._used: set[str] = set()
@@ -125,8 +126,6 @@ class Body:
         for load in self.kernel.loads:
             if int(load.type.columns) == self.width:
                 yield load, Space("full")
-            elif self.pairs and 2 * int(load.type.columns) == self.width:
-                yield load, Space("half")
 
     def line(self, text: str, stem: str = "e", name: str = "") -> str:
         """A line that gives a value a new name, this one if it is free; the name."""
@@ -178,10 +177,14 @@ class Body:
     def _mask(self, frame: Frame, width: Dim) -> str:
         self.runs.add(frame.run)
         if not frame.steps and frame.run not in "rz" and width == self.run_width(frame.run):
-            return self._inside(frame)
-        index, inside = self.index(frame), "row_ok & " if frame.run == "r" else f"{frame.run}_ok & "
+            return self._exists(frame.run)
+        index, inside = self.index(frame), f"{self._exists(frame.run)} & "
         inside = "" if frame.run == "z" else inside
         return self.ahead(frame, f"{inside}({index} >= 0) & ({index} < {width})", "m")
+
+    def _exists(self, run: str) -> str:
+        """The mask of a run; both lanes have that of the half."""
+        return {"r": "row_ok", "c0": "h_ok", "c1": "h_ok"}.get(run, f"{run}_ok")
 
     def run_width(self, run: str) -> int:
         """How many columns a run goes over in all tiles."""
@@ -233,6 +236,11 @@ class Body:
         text = self.at(node, frame)
         whole = node.type.kind != REAL and node.op is not Op.CONSTANT
         return f"{text}.to(tl.float32)" if whole else text
+
+    def block(self, node: Node, frame: Frame) -> str:
+        """A value as a block that can be spread and stored, which a constant's number is not."""
+        text = self.at(node, frame)
+        return f"tl.full((1, 1), {text}, tl.float32)" if node.op is Op.CONSTANT else text
 
     def within(self, node: Node, user: Node, frame: Frame | None) -> str:
         """An input of `user`, which is at `frame`, as a real number where it is used as one."""
@@ -355,7 +363,9 @@ class Body:
         """The space of a value that is stored or reduced; its tiles hold all of its columns."""
         columns = int(node.type.columns)
         half = self.pairs is not None and 2 * columns == self.width
-        found = self.spaces.of(node) or Space("half" if half else "full")
+        found = self.spaces.of(node)
+        if found is None:
+            found = Space("half" if half and not self._groups(node) else "full")
         if self.kernel.product is None:
             found = self._loaded(found, columns)
         if found.shift > 0 or columns > self.run_width(found.run) + found.shift:
@@ -372,7 +382,7 @@ class Body:
         found = []
         for frame in self.spaces.frames(self.space(node)):
             mask = self.mask(frame, int(node.type.columns))
-            text = self.real(node, frame)
+            text = self.block(node, frame) if node.op is Op.CONSTANT else self.real(node, frame)
             shape = f"(BM, {self.columns_of(frame.run)})"
             found.append((f"tl.broadcast_to({text}, {shape})", mask, frame))
         return found
@@ -488,8 +498,10 @@ class Body:
         """Whether a matrix is made of sums over groups in this kernel."""
         if node in self.loads or not node.type.is_matrix:
             return False
-        grouped = node.op in (Op.GROUP_SUM, Op.GROUP_MAX)
-        return grouped or any(self._groups(i) for i in node.inputs)
+        if node not in self._grouped:
+            grouped = node.op in (Op.GROUP_SUM, Op.GROUP_MAX)
+            self._grouped[node] = grouped or any(self._groups(i) for i in node.inputs)
+        return self._grouped[node]
 
     def _group(self, node: Node, frame: Frame) -> str:
         size = int(node.attributes["size"])
@@ -526,10 +538,8 @@ class Body:
             return f"(({names[0]} - {text}) + tl.log({names[1]}))"
         return names[0]
 
-    def _row_index(self, node: Node, frame: Frame | None) -> str:
-        return "rows[:, None]" if node.type.rows != 1 else "tl.zeros((1, 1), tl.int32)"
-
-    def _column_index(self, node: Node, frame: Frame) -> str:
+    def _numbers(self, node: Node, frame: Frame) -> str:
+        """Row numbers of a column, also where that is read as a row, or column numbers of a row."""
         suffix = "[:, None]" if frame.run == "r" else "[None, :]"
         return f"{self.index(frame)}{suffix}"
 
@@ -590,8 +600,8 @@ SPECIAL = {
     Op.ROW_MAX: Body._held,
     Op.ROW_VARIANCE: Body._held,
     Op.LOGSUMEXP: Body._held,
-    Op.ROW_INDEX: Body._row_index,
-    Op.COLUMN_INDEX: Body._column_index,
+    Op.ROW_INDEX: Body._numbers,
+    Op.COLUMN_INDEX: Body._numbers,
     Op.RANDOM: Body._random,
     Op.TRANSPOSE: Body._transpose,
 }

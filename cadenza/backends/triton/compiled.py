@@ -1,8 +1,8 @@
 """Compiles a launch's kernel for a target, without a GPU, and reads what the binary takes.
 
-NVIDIA's figures come from the binary itself, by the `cuobjdump` that Triton brings; AMD's from the
-metadata of the assembly. A kernel counts as spilling when a thread has memory of its own: emitted
-kernels have no other use for it.
+NVIDIA's registers come from the binary itself, by the `cuobjdump` that Triton brings. Where it says
+that a thread has memory of its own, `ptxas` says how much of that is spilled: some targets have a
+few bytes for other ends. AMD's figures are the metadata of the assembly.
 """
 
 from __future__ import annotations
@@ -11,10 +11,17 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from cadenza.backends.triton.target import Target
+
+
+# What the metadata of AMD's assembly says of a kernel.
+AMD = (
+    "vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size",
+    "group_segment_fixed_size",
+)  # fmt: skip
 
 
 class CompilationError(Exception):
@@ -28,10 +35,10 @@ class Compilable(Protocol):
     def function(self) -> Any:
         """The function."""
 
-    def signature(self) -> Mapping[str, str]:
+    def signature(self, descriptors: bool = False) -> Mapping[str, str]:
         """Triton's types of the parameters that are no constants."""
 
-    def constants(self) -> Mapping[str, Any]:
+    def constants(self, descriptors: bool = False) -> Mapping[str, Any]:
         """The values of those that are."""
 
     def options(self) -> Mapping[str, Any]:
@@ -61,14 +68,16 @@ class Report(NamedTuple):
 def report(kernel: Compilable, target: Target) -> Report:
     """What the kernel takes when compiled for a target; CompilationError if it can't be."""
     compiled = compile_for(kernel, target)
-    read = _of_amd if target.backend == "hip" else _of_nvidia
-    return read(compiled.asm, int(compiled.metadata.shared))
+    if target.backend == "hip":
+        return _of_amd(compiled.asm["amdgcn"], int(compiled.metadata.shared))
+    return _of_nvidia(compiled, target)
 
 
 def compile_for(kernel: Compilable, target: Target) -> Any:
     """Triton's compiled kernel; CompilationError, with the compiler's words, if there is none.
 
-    Pointers and strides count as divisible by 16 bytes, as those of large tensors are.
+    Pointers and strides count as divisible by 16 bytes, as those of large tensors are; where the
+    target has descriptors, they are used.
     """
     if not target.backend:
         raise CompilationError("the interpreter compiles nothing: name a target such as sm_90")
@@ -80,7 +89,7 @@ def compile_for(kernel: Compilable, target: Target) -> Any:
     import triton  # noqa: PLC0415  loaded where a kernel is compiled, not where a plan is made
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415  the same
 
-    source = _source(function, kernel)
+    source = _source(function, kernel.signature(target.tma), kernel.constants(target.tma))
     place = GPUTarget(target.backend, target.arch, target.warp)
     try:
         return triton.compile(source, target=place, options=dict(kernel.options()))
@@ -90,10 +99,11 @@ def compile_for(kernel: Compilable, target: Target) -> Any:
         raise CompilationError(text) from error
 
 
-def _source(function: Any, kernel: Compilable) -> Any:
+def _source(function: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -> Any:
     from triton.compiler import ASTSource  # noqa: PLC0415  see compile_for
+    from triton.experimental.gluon._runtime import GluonASTSource  # noqa: PLC0415  the same
 
-    names, types, constants = function.arg_names, kernel.signature(), kernel.constants()
+    names = function.arg_names
     missing = [n for n in names if n not in types and n not in constants]
     if missing:
         raise CompilationError(f"no type and no value of parameters {', '.join(missing)}")
@@ -105,50 +115,57 @@ def _source(function: Any, kernel: Compilable) -> Any:
         if text.startswith("*") or n.endswith("_stride")
     }
     values = {(names.index(n),): value for n, value in constants.items()}
-    return ASTSource(function, signature, constexprs=values, attrs=attributes)
+    kind = GluonASTSource if function.is_gluon() else ASTSource
+    return kind(function, signature, constexprs=values, attrs=attributes)
 
 
 # --- reading --------------------------------------------------------------------------------------
 
 
-def _of_nvidia(assembly: Mapping[str, Any], shared: int) -> Report:
-    text = _resources(assembly["cubin"])
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
-    if found is None:
-        raise CompilationError(f"cuobjdump says nothing of registers: {text.strip()!r}")
-    registers, stack, fixed, local = map(int, found.groups())
-    return Report(registers, stack + local, max(shared, fixed))
-
-
-def _resources(binary: bytes) -> str:
+def _of_nvidia(compiled: Any, target: Target) -> Report:
     from triton import knobs  # noqa: PLC0415  see compile_for
+    from triton.backends.nvidia.compiler import get_ptxas  # noqa: PLC0415  the same
 
-    handle, path = tempfile.mkstemp(suffix=".cubin")
+    dump = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage"]
+    text = _said(dump, compiled.asm["cubin"], ".cubin")
+    registers, stack, fixed = _numbers(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
+    shared = max(int(compiled.metadata.shared), fixed)
+    if stack == 0:
+        return Report(registers, 0, shared)
+    fused = [] if compiled.metadata.enable_fp_fusion else ["--fmad=false"]
+    name = f"--gpu-name={target.name}{'a' if int(target.arch) >= 90 else ''}"
+    assembler = [get_ptxas(int(target.arch)).path, "-v", name, *fused, "-o", os.devnull]
+    text = _said(assembler, compiled.asm["ptx"].encode(), ".ptx")
+    stored, loaded = _numbers(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    return Report(registers, max(stored, loaded), shared)
+
+
+def _said(command: Sequence[str], content: bytes, suffix: str) -> str:
+    """What one of the tools that Triton brings says of a file."""
+    handle, path = tempfile.mkstemp(suffix=suffix)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(binary)
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except (OSError, RuntimeError) as error:
-        raise CompilationError(f"Triton's cuobjdump can't be run: {error}") from error
+            file.write(content)
+        done = subprocess.run([*command, path], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise CompilationError(f"{command[0]} can't be run: {error}") from error
     finally:
         os.unlink(path)
     if done.returncode:
-        raise CompilationError(f"cuobjdump fails: {(done.stderr or done.stdout).strip()}")
-    return done.stdout
+        raise CompilationError(f"{command[0]} fails: {(done.stderr or done.stdout).strip()}")
+    return done.stdout + done.stderr
 
 
-def _of_amd(assembly: Mapping[str, Any], shared: int) -> Report:
-    text = assembly["amdgcn"]
-    spilled = 4 * (_number(text, "vgpr_spill_count") + _number(text, "sgpr_spill_count"))
-    private = _number(text, "private_segment_fixed_size")
-    fixed = _number(text, "group_segment_fixed_size")
-    return Report(_number(text, "vgpr_count"), max(spilled, private), max(shared, fixed))
-
-
-def _number(assembly: str, key: str) -> int:
-    """A number of the metadata of AMD's assembly."""
-    found = re.search(rf"^\s*\.{key}:\s+(\d+)", assembly, re.MULTILINE)
+def _numbers(pattern: str, text: str) -> list[int]:
+    found = re.search(pattern, text)
     if found is None:
-        raise CompilationError(f"the assembly says nothing of {key}")
-    return int(found[1])
+        raise CompilationError(f"nothing like {pattern!r} in {text.strip()!r}")
+    return [int(digits) for digits in found.groups()]
+
+
+def _of_amd(text: str, shared: int) -> Report:
+    numbers = {key: _numbers(rf"\.{key}:\s+(\d+)", text)[0] for key in AMD}
+    spilled = 4 * (numbers["vgpr_spill_count"] + numbers["sgpr_spill_count"])
+    spilled = max(spilled, numbers["private_segment_fixed_size"])
+    fixed = numbers["group_segment_fixed_size"]
+    return Report(numbers["vgpr_count"], spilled, max(shared, fixed))

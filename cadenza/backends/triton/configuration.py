@@ -1,8 +1,21 @@
-"""How a kernel's tiles are cut, and which cut is taken where nothing has been measured."""
+"""How a kernel's tiles are cut, and which cut is taken where nothing has been measured.
+
+A default depends on a few facts of the kernel and on the target alone. It is the largest tile that
+the target's compiler fits into registers and shared memory with an epilogue of that weight; a test
+compiles every kernel of every built-in block with it.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cadenza.backends.triton.target import Target
+
+if TYPE_CHECKING:
+    from cadenza.backends.triton.source import Source
+    from cadenza.core.ir import Node
 
 
 @dataclass(frozen=True)
@@ -47,4 +60,141 @@ class Strip:
     programs: int = 0  # along the rows; 0 for as many as fill the device
 
 
-SMALL = Configuration(BM=16, BN=64, BK=16, warps=4, stages=2)
+class Facts(NamedTuple):
+    """What the default of a product kernel depends on.
+
+    `itemsize` is the bytes of an operand's number; `weight` how much the epilogue holds at once;
+    `near` whether columns are paired within a tile; `lanes` and `unit` are the source's. M, N and K
+    are the product's sizes, None where only a call knows them.
+    """
+
+    itemsize: int
+    weight: int
+    near: bool
+    lanes: int
+    unit: int
+    M: int | None
+    N: int
+    K: int | None
+
+    @staticmethod
+    def of(source: Source, product: Node, itemsize: int) -> Facts:
+        """The facts of an emitted kernel."""
+        layout, left = source.layout, product.inputs[0]
+        turned = product.attributes["transpose_a"]
+        rows, columns = (_known(size) for size in product.type[:2])
+        depth = _known(left.type.rows if turned else left.type.columns)
+        near = layout.lanes == 2 and 2 * int(layout.pairs or 0) < layout.width
+        assert columns is not None
+        return Facts(
+            itemsize, _weight(source), near, layout.lanes, source.unit, rows, columns, depth
+        )
+
+
+def _known(size: Any) -> int | None:
+    return int(size) if isinstance(size, int) else None
+
+
+def _weight(source: Source) -> int:
+    """How many matrices and vectors an epilogue moves; twice that where it fills two lanes."""
+    roles = Counter(argument.role for argument in source.arguments)
+    return sum(roles.values()) * (2 if source.layout.product_is_half else 1)
+
+
+def default(facts: Facts, target: Target) -> Configuration:
+    """The configuration of a product kernel on a target where none has been measured."""
+    if not target.backend:
+        return INTERPRETED
+    cuts = DEFAULTS[_family(target)]
+    if facts.itemsize == 4:
+        cut = cuts.whole
+    elif facts.unit > 1:
+        cut = cuts.grouped
+    elif facts.near:
+        cut = cuts.near
+    else:
+        cut = next((c for most, c in cuts.steps if facts.weight <= most), cuts.heavy)
+    return _shrunk(cut, facts)
+
+
+def _shrunk(cut: Configuration, facts: Facts) -> Configuration:
+    """The configuration for sizes that don't fill it: fewer rows, columns and parts, less depth."""
+    BN = min(cut.BN, max(_power(facts.N), 16 * facts.lanes))
+    deep = cut.BK * (2 if facts.itemsize == 1 else 1)  # as many bytes
+    BK = deep if facts.K is None else min(deep, max(_power(facts.K), LEAST))
+    BM = cut.BM if facts.M is None else min(cut.BM, max(_power(facts.M), LEAST))
+    parts = max(1, min(cut.parts, BN // (16 * facts.lanes)))
+    warps = cut.warps if BM * BN * 2 > cut.BM * cut.BN else max(4, cut.warps // 2)
+    return replace(cut, BM=BM, BN=BN, BK=BK, parts=parts, warps=warps)
+
+
+def _power(count: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def strip(width: int, unit: int, holds: bool) -> Strip:
+    """How a kernel without a product goes over `width` columns; it may have to hold whole rows."""
+    across = _power(width)
+    if holds:
+        found = Strip(BM=max(1, 4096 // across), W=across, warps=4 if across <= 4096 else 8)
+    else:
+        found = Strip(BM=32 if unit == 1 else 8, W=max(16, min(across, 128)))
+    return replace(found, W=max(found.W, unit))
+
+
+class Defaults(NamedTuple):
+    """A target's defaults: by the weight of the epilogue up to which each holds, lightest first.
+
+    `heavy` is for those above, `near` for pairs within a tile, `grouped` for sums over groups of
+    columns, `whole` for products of float32.
+    """
+
+    steps: tuple[tuple[int, Configuration], ...]
+    heavy: Configuration
+    near: Configuration
+    grouped: Configuration
+    whole: Configuration
+
+
+def _family(target: Target) -> str:
+    """Which defaults a target has."""
+    if target.backend == "hip":
+        return "amd"
+    if isinstance(target.arch, int) and 90 <= target.arch < 120:
+        return "hopper"
+    return "ampere"
+
+
+LEAST = 16  # rows, columns and depth of the smallest product of matrices
+INTERPRETED = Configuration(BM=16, BN=64, BK=16, warps=4, stages=2)
+DEFAULTS = {
+    "hopper": Defaults(
+        (
+            (3, Configuration(128, 256, 64, warps=8, stages=3, parts=2)),
+            (5, Configuration(128, 256, 64, warps=8, stages=3, parts=4)),
+            (8, Configuration(128, 256, 64, warps=8, stages=3, parts=8)),
+        ),
+        heavy=Configuration(128, 128, 64, warps=8, stages=4, parts=4),
+        near=Configuration(128, 128, 64, warps=8, stages=4, boxes=("load",)),
+        grouped=Configuration(64, 128, 64, warps=8, stages=4),
+        whole=Configuration(64, 64, 32, warps=4, stages=3, parts=2),
+    ),
+    "ampere": Defaults(
+        (
+            (1, Configuration(128, 256, 32, warps=8, stages=3, parts=2)),
+            (8, Configuration(128, 128, 32, warps=8, stages=4, parts=2)),
+        ),
+        heavy=Configuration(128, 64, 64, warps=8, stages=3, parts=2),
+        near=Configuration(128, 128, 32, warps=8, stages=4, parts=2, boxes=("load",)),
+        grouped=Configuration(64, 128, 64, warps=8, stages=3),
+        whole=Configuration(64, 64, 32, warps=4, stages=3, parts=2),
+    ),
+    "amd": Defaults(
+        ((3, Configuration(128, 128, 32, warps=8, stages=2)),),
+        heavy=Configuration(128, 64, 64, warps=8, stages=2),
+        near=Configuration(128, 64, 64, warps=8, stages=2),
+        grouped=Configuration(64, 128, 64, warps=8, stages=2),
+        whole=Configuration(64, 64, 32, warps=4, stages=2),
+    ),
+}

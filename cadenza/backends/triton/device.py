@@ -342,13 +342,15 @@ def merge_row_variance(
 @triton.jit
 def merge_logsumexp(tops, totals, rows, row_ok, ROWS, tiles, BM: tl.constexpr):
     """The log-sum-exp of rows from the largest and the sum of exponentials of each tile."""
-    top = merge_row_max(tops, rows, row_ok, ROWS, tiles, BM)
+    # In one loop: Triton fails on a loop whose largest is used again after it.
+    top = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     for first in range(0, tiles, 16):
         block = _partials(tops, first, rows, row_ok, ROWS, tiles, 16, float("-inf"))
         sums = _partials(totals, first, rows, row_ok, ROWS, tiles, 16, 0.0)
-        scaled = tl.where(sums == 0.0, 0.0, sums * _below(block, top[:, None]))
-        total += tl.sum(scaled, 1)
+        most = largest(block, 1)
+        scaled = tl.where(sums == 0.0, 0.0, sums * _below(block, most[:, None]))
+        top, total = merged_online(top, total, most, tl.sum(scaled, 1))
     return top + tl.log(total)
 
 

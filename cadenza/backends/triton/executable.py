@@ -25,18 +25,19 @@ from cadenza.backends.triton.body import (
     next_power,
 )
 from cadenza.backends.triton.columns import Layout, Unsupported
-from cadenza.backends.triton.configuration import Configuration, Strip
+from cadenza.backends.triton.configuration import Configuration, Facts, default, strip
 from cadenza.backends.triton.fallbacks import LibraryProduct, ReferenceKernel, ReferenceVector
 from cadenza.backends.triton.launches import Launch, PointwiseLaunch, ProductLaunch, VectorLaunch
 from cadenza.backends.triton.memory import Memory, Step
 from cadenza.backends.triton.replay import Recording, Replay
 from cadenza.backends.triton.replay import replay as make_replay
 from cadenza.backends.triton.source import pointwise_source, product_source, vector_source
+from cadenza.backends.triton.target import INTERPRETER, Target
 from cadenza.backends.triton.vector_product import VectorProduct
 from cadenza.core.ir import Node
 from cadenza.core.ops import Op
 from cadenza.core.plan import Kernel, Plan
-from cadenza.core.plan_text import PairText, PlanText
+from cadenza.core.plan_text import Line, PairText, PlanText
 from cadenza.core.readiness import is_vector, reduces_matrix
 from cadenza.core.schedule import ROW_LIMIT
 from cadenza.core.storage import compute_dtype, dtypes_of
@@ -73,10 +74,14 @@ def layout_of(kernel: Kernel) -> Layout:
 class Program:
     """The steps of a plan."""
 
-    def __init__(self, plan: Plan, choose: Choose, text: PairText | None = None) -> None:
-        self.plan, self.choose = plan, choose
+    def __init__(
+        self, plan: Plan, choose: Choose | None = None, text: PairText | None = None,
+        target: Target = INTERPRETER,
+    ) -> None:  # fmt: skip
+        self.plan, self.choose, self.target = plan, choose, target
         self.names = {n: name for n, name in text.names.items() if usable(name)} if text else {}
         self.texts = {k.kernel: k for p in _plans(text) for k in p.kernels if k.kernel}
+        self.said = {line.text.partition(" = ")[0]: line for line in _vector_lines(text)}
         stored = dtypes_of(plan.graph)
         self.dtypes = {n: torch_dtype(n, stored[n]) for n in plan.graph.nodes()}
         self.left: dict[Node, Launch] = {}  # reductions of which a launch has left partials
@@ -174,8 +179,10 @@ class Program:
             raise Unsupported(f"a product of {self.dtypes[left]}")
         layout = layout_of(kernel)
         trial = self._body(kernel, layout)
-        cut, natural = self.choose(kernel), False
+        natural = False
         source = product_source(trial, "", "", 1, natural, None)  # tells the unit of its columns
+        facts = Facts.of(source, kernel.product, self.dtypes[left].itemsize)
+        cut = self.choose(kernel) if self.choose else default(facts, self.target)
         fitted = cut.fitted(layout.lanes, source.unit)
         if fitted is None:
             raise Unsupported(f"groups of {source.unit} columns in one part of a tile")
@@ -212,14 +219,10 @@ class Program:
         body = self._body(kernel, layout, holds)
         title, text = self._text(kernel)
         source = pointwise_source(body, title, text)
-        across = next_power(layout.width // (2 if layout.pairs else 1))
-        strip = Strip(BM=max(1, 4096 // across), W=across, warps=4 if across <= 4096 else 8)
-        if across > ROW_LIMIT and holds:
+        across = layout.width // (2 if layout.pairs else 1)
+        if next_power(across) > ROW_LIMIT and holds:
             raise Unsupported(f"rows of {layout.width} columns held by one program")
-        if not holds:
-            strip = Strip(BM=32, W=max(16, source.unit, min(across, 128)))
-        strip = replace(strip, W=max(strip.W, source.unit))
-        launch = PointwiseLaunch(source, self, kernel, strip)
+        launch = PointwiseLaunch(source, self, kernel, strip(across, source.unit, holds))
         launch.reason = reason
         return [launch]
 
@@ -258,7 +261,9 @@ class Program:
         merged = {n: self._tile(n) for n in alike}
         empty = Kernel(None, (), (), (), (), ())
         body = Body(empty, Arguments(self.names), Vectors(merged=merged), Layout(1))
-        source = vector_source(body, [node], f"{body.arguments.name(node)}, a vector", "")
+        name = body.arguments.name(node)
+        said = f"{self.said[name].role:<8}{self.said[name].text}" if name in self.said else ""
+        source = vector_source(body, [node], f"{name}: a vector", said)
         for argument in source.arguments:
             if argument.role == "vector":
                 self._need(argument.node)
@@ -291,6 +296,14 @@ def _plans(text: PairText | None) -> list[PlanText]:
     return [plan for plan in (text.forward, text.backward) if plan] if text else []
 
 
+def _vector_lines(text: PairText | None) -> Iterator[Line]:
+    """The lines of plans that say what vectors are."""
+    for plan in _plans(text):
+        for line in (*(line for k in plan.kernels for line in k.lines), *plan.ends):
+            if line.role in ("partial", "finish", "reduce"):
+                yield line
+
+
 def _laid_out(tensor: Tensor) -> tuple[Any, ...]:
     """What of a tensor's layout a launch depends on."""
     return tensor.stride(), tensor.data_ptr() % 16 == 0
@@ -305,17 +318,22 @@ class Executable:
     """A plan made ready to run; it takes and gives what the reference back end does."""
 
     def __init__(
-        self, plan: Plan, choose: Choose = lambda kernel: Configuration(),
-        described: Callable[[], PairText] | None = None,
+        self, plan: Plan, choose: Choose | None = None,
+        described: Callable[[], PairText] | None = None, target: Target = INTERPRETER,
     ) -> None:  # fmt: skip
         self.plan, self.choose, self.described = plan, choose, described
+        self.target = target  # that of the last call, or where none was made the one given
+        self.programs: dict[Target, Program] = {}
         self.wide = compute_dtype(plan.graph) == "float64"
         self.replays: dict[Any, Replay | None] = {}
 
-    @cached_property
+    @property
     def program(self) -> Program:
-        """The steps."""
-        return Program(self.plan, self.choose, self.described() if self.described else None)
+        """The steps, with the defaults of the target."""
+        if self.target not in self.programs:
+            text = self.described() if self.described else None
+            self.programs[self.target] = Program(self.plan, self.choose, text, self.target)
+        return self.programs[self.target]
 
     def __call__(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
         """The outputs, new contiguous tensors, of inputs in the graph's order, each 2-D."""
@@ -328,6 +346,7 @@ class Executable:
         replay = self.replays.get(key)
         if replay is not None:
             return replay(tensors)
+        self.target = Target.of(device)
         memory = Memory(rows, device, recording=None if key in self.replays else Recording())
         outputs = self._stepwise(tensors, memory)
         apart = len({t.data_ptr() for t in tensors}) == len(tensors)
@@ -354,7 +373,13 @@ class Executable:
         return self.plan.graph.outputs
 
     def _output(self, memory: Memory, node: Node) -> Tensor:
-        return memory.values[node].reshape([memory.size(d) for d in node.type[:2]])
+        shape = [memory.size(d) for d in node.type[:2]]
+        if node in memory.values:
+            return memory.values[node].reshape(shape)
+        if memory.recording is not None:  # a constant, which no launch writes
+            memory.recording.usable = False
+        dtype, value = self.program.dtypes[node], node.attributes["value"]
+        return torch.full(shape, value, dtype=dtype, device=memory.device)
 
 
 def compile_plan(plan: Plan, **options: Any) -> Executable:

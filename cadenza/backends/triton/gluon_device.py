@@ -27,7 +27,6 @@ from cadenza.backends.triton.device import (
     merged_online,
     minimum,
     moments,
-    offsets,
     online,
     tanh,
     tile_at,
@@ -38,7 +37,7 @@ __all__ = [
     "arange", "arranged", "broadcast_to", "finish_row_max", "finish_row_sum", "group_max",
     "group_sum", "halves", "lane", "lanes", "largest", "load", "load_vector", "load_whole",
     "load_whole_vector", "maximum", "merged_moments", "merged_online", "minimum", "moments",
-    "online", "produce", "products", "repeated", "ring", "rows_of", "sigmoid",
+    "online", "produce", "products", "repeated", "ring", "rows_of", "settled", "sigmoid",
     "store", "store_vector", "tanh", "tile_at", "uniform", "wrapped",
 ]  # fmt: skip
 
@@ -49,6 +48,7 @@ COLUMNS = gl.constexpr(128)  # of a tile
 LAYOUT = gl.constexpr(gl.BlockedLayout([2, 8], [8, 4], [4, 1], [1, 0]))
 ROW = gl.constexpr(gl.SliceLayout(1, LAYOUT.value))
 COLUMN = gl.constexpr(gl.SliceLayout(0, LAYOUT.value))
+SETTLED = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 PRODUCT = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
 )
@@ -61,6 +61,16 @@ PRODUCT = gl.constexpr(
 def arranged(acc):
     """A part of an accumulator as a block of an epilogue."""
     return gl.convert_layout(acc, LAYOUT)
+
+
+@gluon.jit
+def settled(x):
+    """What a part has reduced of its rows, through shared memory: so it is there at once.
+
+    The compiler would else put off reductions until all parts are merged, and keep the elements of
+    all of them in registers.
+    """
+    return gl.convert_layout(x, SETTLED)
 
 
 @gluon.jit
@@ -122,29 +132,37 @@ def repeated(x, ROWS: gl.constexpr, WIDTH: gl.constexpr, TIMES: gl.constexpr):
 
 
 # --- memory ---------------------------------------------------------------------------------------
-# A tile's elements are read and written once: they may leave the cache first.
+# A block of a matrix is reached from its first row, so that offsets in it fit 32 bits: a thread's
+# registers are short beside accumulators. Its elements are used once: they may leave the cache.
 
 
 @gluon.jit
-def load(pointer, rows, columns, stride, mask):
+def _block(pointer, block, columns, stride):
+    """Pointers to the columns of 64 rows, the block-th of a matrix."""
+    first = pointer + block.to(gl.int64) * BLOCK * stride
+    return first + ((gl.arange(0, BLOCK, ROW) * stride)[:, None] + columns[None, :])
+
+
+@gluon.jit
+def load(pointer, block, columns, stride, mask):
     """A block of a stored matrix of real numbers, as float32."""
-    at = pointer + offsets(rows, columns, stride)
+    at = _block(pointer, block, columns, stride)
     return gl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(gl.float32)
 
 
 @gluon.jit
-def load_whole(pointer, rows, columns, stride, mask):
+def load_whole(pointer, block, columns, stride, mask):
     """A block of a stored matrix of whole numbers or conditions."""
-    at = pointer + offsets(rows, columns, stride)
+    at = _block(pointer, block, columns, stride)
     return gl.load(at, mask=mask, other=0, eviction_policy="evict_first")
 
 
 @gluon.jit
-def store(pointer, rows, columns, stride, mask, value):
+def store(pointer, block, columns, stride, mask, value):
     """Rounds a block once, to the dtype of what it is stored in."""
-    block = broadcast_to(value, mask.shape).to(pointer.dtype.element_ty)
-    at = pointer + offsets(rows, columns, stride)
-    gl.store(at, block, mask=mask, eviction_policy="evict_first")
+    rounded = broadcast_to(value, mask.shape).to(pointer.dtype.element_ty)
+    at = _block(pointer, block, columns, stride)
+    gl.store(at, rounded, mask=mask, eviction_policy="evict_first")
 
 
 @gluon.jit
@@ -162,10 +180,13 @@ def load_whole_vector(pointer, index, mask):
 @gluon.jit
 def store_vector(pointer, index, mask, value):
     """Rounds numbers of a vector once, to the dtype of what they are stored in."""
-    gl.store(pointer + index, value.to(pointer.dtype.element_ty), mask=mask)
+    placed = gl.convert_layout(value, index.type.layout)
+    gl.store(pointer + index, placed.to(pointer.dtype.element_ty), mask=mask)
 
 
 # --- elementwise and indices ----------------------------------------------------------------------
+# Without remainders where an index is a run: of what they divide by the compiler knows nothing, and
+# would move element by element.
 
 
 @gluon.jit
@@ -185,7 +206,8 @@ def sigmoid(x):
 def wrapped(start, SHIFT: gl.constexpr, WIDTH: gl.constexpr, COUNT: gl.constexpr):
     """Columns from start + SHIFT on modulo COUNT, a run where it stays one; WIDTH divides start."""
     if COUNT % WIDTH == 0 and SHIFT % WIDTH == 0:
-        return ((start + SHIFT) % COUNT) + arange(0, WIDTH)
+        first = start + SHIFT
+        return first - (first // COUNT) * COUNT + arange(0, WIDTH)
     else:
         return (start + SHIFT + arange(0, WIDTH)) % COUNT
 
@@ -196,8 +218,7 @@ def lane(start, WIDTH: gl.constexpr, INNER: gl.constexpr, PART: gl.constexpr, WH
     if WHOLE:
         return start + PART * INNER + arange(0, WIDTH)
     elif INNER % WIDTH == 0:
-        first = (start // INNER) * (2 * INNER) + PART * INNER + start % INNER
-        return first + arange(0, WIDTH)
+        return start + (start // INNER) * INNER + PART * INNER + arange(0, WIDTH)
     else:
         half = start + arange(0, WIDTH)
         return (half // INNER) * (2 * INNER) + PART * INNER + half % INNER

@@ -24,6 +24,7 @@ from cadenza.backends.triton.gluon_source import (
 from cadenza.backends.triton.launch import Argument, Descriptor
 from cadenza.backends.triton.launches import TYPES, ProductLaunch, fits_descriptor, straight
 from cadenza.backends.triton.memory import Memory
+from cadenza.backends.triton.source import Source
 from cadenza.core.ir import Node
 from cadenza.core.plan import Kernel
 
@@ -36,13 +37,22 @@ HEAVY = Configuration(BM=128, BN=COLUMNS, BK=64, warps=4, stages=6, parts=4)
 LIGHT = Configuration(BM=192, BN=COLUMNS, BK=64, warps=4, stages=5, parts=4)
 
 
+def default(source: Source) -> Configuration:
+    """The tile that is taken where nothing is measured: as many rows as registers allow."""
+    loads = sum(a.role == "load" for a in source.arguments)
+    columns = any(a.node.op in COLUMN_REDUCTIONS for a in source.arguments if a.role == "reduction")
+    most = 0 if source.layout.lanes == 2 else 1
+    heavy = loads > most or columns or source.layout.product_is_half
+    return HEAVY if heavy else LIGHT
+
+
 class SwizzledDescriptor(Descriptor):
     """A matrix of 16-bit numbers read in boxes that lie in shared memory as products read them."""
 
     __slots__ = ()
 
     def public(self) -> Any:
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: PLC0415
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         return TensorDescriptor(self.tensor, self.shape, self.strides, self.box, swizzled())
 
@@ -50,7 +60,7 @@ class SwizzledDescriptor(Descriptor):
 def swizzled() -> Any:
     """The layout in shared memory of a box with rows of 128 bytes."""
     # Triton is loaded where kernels are launched or compiled, not where plans are made.
-    from triton.experimental.gluon.language import NVMMASharedLayout  # noqa: PLC0415
+    from triton.experimental.gluon.language import NVMMASharedLayout
 
     return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
@@ -59,12 +69,13 @@ class GluonLaunch(ProductLaunch):
     """A product with its epilogue, pingpong; `otherwise` runs where operands can't be described."""
 
     def __init__(
-        self, plan: Program, kernel: Kernel, cut: Configuration, body: Body,
-        otherwise: ProductLaunch, text: tuple[str, str] = ("kernel", ""),
+        self, otherwise: ProductLaunch, kernel: Kernel, body: Body,
+        text: tuple[str, str] = ("kernel", ""), cut: Configuration | None = None,
     ) -> None:  # fmt: skip
         assert otherwise.source is not None
-        super().__init__(otherwise.source, plan, kernel, cut, False)
-        _check(plan, self.operands, otherwise)
+        cut = cut or default(otherwise.source)
+        super().__init__(otherwise.source, otherwise.plan, kernel, cut, False)
+        _check(self.plan, self.operands, otherwise)
         self.otherwise = otherwise
         source = self.source = gluon_product_source(body, *text, cut, self.depth)
         self.configuration = cut_of(source.layout, source.unit, cut)
@@ -90,7 +101,7 @@ class GluonLaunch(ProductLaunch):
         if self.depth is None:
             given.append(a.shape[0] if ta else a.shape[1])
         programs = min(-(-rows // cut.BM) * self.column_tiles, self.plan.programs(memory.device))
-        self.launcher(TA=ta, TB=tb)((programs, 1), given, memory.device)
+        memory.launch(self.launcher(TA=ta, TB=tb), (programs, 1), given)
 
     def _boxes(self, ta: bool, tb: bool) -> tuple[Sequence[int], Sequence[int]]:
         assert self.source is not None
@@ -98,14 +109,14 @@ class GluonLaunch(ProductLaunch):
         width = COLUMNS // 2 if apart(self.source.layout) else COLUMNS
         return (depth, BLOCK) if ta else (BLOCK, depth), (width, depth) if tb else (depth, width)
 
-    def signature(self) -> dict[str, str]:
+    def signature(self, descriptors: bool = True) -> dict[str, str]:
         types = super().signature()
         for name, operand, box in zip("ab", self.operands, self._boxes(*self.turned), strict=True):
             element = TYPES[self.plan.dtypes[operand]]
             types[name] = f"tensordesc<{element}{list(box)},{swizzled()!r}>"
         return {n: text for n, text in types.items() if n not in ("a_stride", "b_stride")}
 
-    def constants(self) -> dict[str, Any]:
+    def constants(self, descriptors: bool = True) -> dict[str, Any]:
         cut, (ta, tb) = self.configuration, self.turned
         return {
             "BM": cut.BM, "BK": cut.BK, "STAGES": cut.stages, "GROUP": cut.group,

@@ -7,12 +7,12 @@ broadcasts get their layout from `gluon_device`, and the accumulator is arranged
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 
 from cadenza.backends.triton.body import Body
 from cadenza.backends.triton.columns import Layout, Unsupported
 from cadenza.backends.triton.configuration import Configuration
+from cadenza.backends.triton.readable import readable
 from cadenza.backends.triton.source import (
     Source,
     accumulators,
@@ -20,6 +20,7 @@ from cadenza.backends.triton.source import (
     lines_of_part,
     lines_of_tile,
     parameters,
+    quoted,
 )
 
 COLUMNS, BLOCK = 128, 64  # of a tile, of an instruction: as `gluon_device` has them
@@ -27,19 +28,21 @@ PART = 32  # columns of a lane in a part of a tile, where groups are no wider
 # What plain Triton does without a layout, or has and Gluon has not.
 OF_DEVICE = ("arange", "broadcast_to", "sigmoid")
 
-KERNEL = '''"""{title}
-
-{text}
-"""
+HEADER = '''"""{said}"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from cadenza.backends.triton import gluon_device as device
 
+'''
 
+KERNEL = """
 @gluon.jit
-def part({accumulators}, start, i, rows, row_ok, {names}, ROWS, BM: gl.constexpr, W: gl.constexpr):
+def part(
+    {accumulators}, start, i, rows, row_ok, {names},
+    ROWS, BM: gl.constexpr, W: gl.constexpr,
+):
 {body}
 
 @gluon.jit
@@ -95,7 +98,7 @@ def kernel(
             a, b, memory, ROWS, N, K, BM, BK, STAGES, GROUP, TA, TB, {pairs}, {whole}
         )),
     ], [4, 1], [240, 24])
-'''
+"""
 
 
 def apart(layout: Layout) -> bool:
@@ -111,10 +114,9 @@ def cut_of(layout: Layout, unit: int, cut: Configuration) -> Configuration:
 
     Of `cut` the rows, stages and groups of row tiles count. Unsupported if no part holds a group.
     """
-    lane = COLUMNS // layout.lanes
-    if max(PART, unit) > lane:
-        raise Unsupported(f"groups of {unit} columns in a tile of {lane}")
-    width = max(PART, unit)
+    lane, width = COLUMNS // layout.lanes, max(PART, unit)
+    if width > lane:
+        raise Unsupported(f"groups of {unit * layout.lanes} columns in tiles of {COLUMNS}")
     if layout.lanes == 2 and not apart(layout) and width % int(layout.pairs or 1):
         raise Unsupported(f"pairs at {layout.pairs} columns in parts of {width}")
     return replace(cut, BN=COLUMNS, warps=4, parts=lane // width)
@@ -131,22 +133,25 @@ def gluon_product_source(
     names = ", ".join(parameters(arguments))
     given, two = accumulators(body), apart(layout)
     lines = [*(f"{name} = device.arranged({name})" for name in given), *lines]
-    tile = lines_of_tile(body, cut.parts, not two, names, reductions)
     emitted = KERNEL.format(
-        title=title, text=text, accumulators=", ".join(given), names=names,
-        body=indented(in_gluon(lines), 1), tile=indented(in_gluon(tile), 1),
+        accumulators=", ".join(given), names=names, body=indented(map(_blockwise, lines), 1),
+        tile=indented(lines_of_tile(body, cut.parts, not two, names, reductions), 1),
         block=BLOCK, columns=COLUMNS, width=cut.width(layout.lanes),
         product=int(body.kernel.product.type.columns), depth="K, " if depth is None else "",
         known_depth="" if depth is None else f"    K: gl.constexpr = {depth}\n",
         pairs=layout.pairs if two else 0, whole=2 * int(layout.pairs or 0) == layout.width,
     )  # fmt: skip
-    return Source(emitted, arguments, body.unit, layout)
-
-
-def in_gluon(lines: Iterable[str]) -> list[str]:
-    """Lines of plain Triton as those of Gluon."""
-    return [re.sub(r"\btl\.(\w+)", _renamed, line) for line in lines]
+    renamed = re.sub(r"\btl\.(\w+)", _renamed, readable(emitted))
+    return Source(HEADER.format(said=quoted(title, text)) + renamed, arguments, body.unit, layout)
 
 
 def _renamed(found: re.Match[str]) -> str:
     return f"{'device' if found[1] in OF_DEVICE else 'gl'}.{found[1]}"
+
+
+def _blockwise(line: str) -> str:
+    """A line of a part that reaches matrices by the number of its block, and settles its rows."""
+    if line.startswith("return "):
+        pieces = line.removeprefix("return ").split(", ")
+        return "return " + ", ".join(p if "(" in p else f"device.settled({p})" for p in pieces)
+    return re.sub(r"(device\.(?:load|load_whole|store)\(\w+,) rows,", r"\1 i,", line)

@@ -115,7 +115,7 @@ class Launch(Step):
 
     # --- compiling without a device ---------------------------------------------------------------
 
-    def signature(self) -> dict[str, str]:
+    def signature(self, descriptors: bool = False) -> dict[str, str]:
         """Triton's types of the function's parameters that are not constants, in order."""
         assert self.source is not None
         given = self.source.arguments
@@ -127,7 +127,7 @@ class Launch(Step):
         types |= {f"{a.name}_tiles": "i32" for a in given if a.role == "partial"}
         return types | {"ROWS": "i32"}
 
-    def constants(self) -> dict[str, Any]:
+    def constants(self, descriptors: bool = False) -> dict[str, Any]:
         """The function's parameters that are constants."""
         raise NotImplementedError
 
@@ -320,7 +320,7 @@ class PointwiseLaunch(Launch):
         given = [*self.arguments(memory), memory.size(self.height)]
         memory.launch(self.launcher(), (self.programs(memory), self.strips), given)
 
-    def constants(self) -> dict[str, Any]:
+    def constants(self, descriptors: bool = False) -> dict[str, Any]:
         return {"BM": self.strip.BM, "W": self.strip.W}
 
     def options(self) -> dict[str, Any]:
@@ -339,7 +339,7 @@ class VectorLaunch(Launch):
         given = [*self.arguments(memory), length]
         memory.launch(self.launcher(), (-(-length // self.BLOCK), 1), given)
 
-    def constants(self) -> dict[str, Any]:
+    def constants(self, descriptors: bool = False) -> dict[str, Any]:
         return {"BM": self.BLOCK}
 
     def options(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The text of an emitted kernel as a person would write it: the same values, fewer and shorter lines.
+"""The text of an emitted kernel as a person would write it: the same values, fewer, shorter lines.
 
 A value without a name of the plan's that is used once, and is mere arithmetic, goes into the line
 that uses it; brackets that say nothing go; lines end at column 100 where brackets let them break.
@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator
 
 COLUMNS = 100
 UNNAMED = re.compile(r"(\s*)(e\d+) = (.+)")
-ASSIGNED = re.compile(r"(\s*)([\w, ]+) = \((.+)\)")
+ASSIGNED = re.compile(r"\s+[\w, ]+ = .+")
 ARITHMETIC = frozenset(
     {
         "tl.exp", "tl.log", "tl.sqrt", "tl.rsqrt", "tl.sigmoid", "tl.abs", "tl.erf", "tl.where",
-        "tl.broadcast_to", "device.tanh", "device.maximum", "device.minimum",
+        "tl.broadcast_to", "float", "device.tanh", "device.maximum", "device.minimum",
     }
 )  # fmt: skip
 PLAIN = (
@@ -61,7 +61,7 @@ def _joined(block: Iterable[str]) -> list[str]:
     for line in block:
         for name in [n for n in re.findall(r"\be\d+\b", line) if n in made]:
             place, value = made[name]
-            longer = _plain(re.sub(rf"\b{name}\b", f"({value})", line))
+            longer = _unparsed(re.sub(rf"\b{name}\b", f"({value})", line))
             if len(longer) <= COLUMNS:
                 line = longer
                 gone.add(place)
@@ -96,8 +96,11 @@ def _is_plain(node: ast.AST) -> bool:
 
 def _plain(line: str) -> str:
     """A statement without brackets that say nothing."""
-    if not ASSIGNED.fullmatch(line) and "((" not in line and "(BN)" not in line:
-        return line
+    wordy = ASSIGNED.fullmatch(line) or "((" in line or "(BN)" in line
+    return _unparsed(line) if wordy else line
+
+
+def _unparsed(line: str) -> str:
     try:
         return _indent(line) + ast.unparse(ast.parse(line.strip()))
     except SyntaxError:  # part of a statement of several lines
@@ -112,13 +115,16 @@ def _folded(line: str) -> list[str]:
     indent = _indent(line)
     if len(line) <= COLUMNS:
         return [line]
-    if line.endswith(","):
-        return _filled(_parts(line.strip()[:-1]), indent)
+    if line.endswith(",") and len(parts := _parts(line)) > 1:
+        return [short for part in _filled(parts, indent) for short in _folded(part)]
     first = line.find("(")
     last = _closing(line, first)
     if first < 0 or last < 0:
         return [line]
     inside = _filled(_parts(line[first + 1 : last]), f"{indent}    ")
+    if not re.search(r"\w$", line[:first]):  # brackets around one value: a comma would make a tuple
+        inside[-1] = inside[-1].removesuffix(",")
+    inside = [short for part in inside for short in _folded(part)]
     return [line[: first + 1], *inside, indent + line[last:]]
 
 
@@ -158,7 +164,7 @@ def _filled(parts: Iterable[str], indent: str) -> list[str]:
 
 # What templates call their own, besides names that end as those of pointers and masks do.
 OF_TEMPLATES = re.compile(
-    r"acc[01lr_]*|start|rows|parts?|kernel|pointers|memory|device|triton|tl|gl|gluon|float"
+    r"acc[01lr_]*|start|rows|parts?|kernel|pointers|memory|device|triton|tl|gl|gluon|float|range"
     r"|[abijt]|[chkg]\d*|[A-Z][A-Z_]*|.*_(in|out|parts|stride|tiles|box|ok|start)"
 )
 

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 
 from cadenza.backends.triton.body import COLUMN_REDUCTIONS, PARTIALS, Argument, Arguments, Body
 from cadenza.backends.triton.columns import Frame, Layout
+from cadenza.backends.triton.readable import readable
 from cadenza.core.ir import Node
 from cadenza.core.ops import Op
 
-HEADER = '''"""{title}
-
-{text}
-"""
+HEADER = '''"""{said}"""
 
 import triton
 import triton.language as tl
@@ -38,6 +36,17 @@ class Source:
     layout: Layout
     boxes: tuple[str, ...] = ()  # arguments that have a constant, whether they move as boxes
     movable: frozenset[str] = frozenset()  # those of them for which it may be true
+
+
+def module(title: str, text: str, definitions: str) -> str:
+    """An emitted module: what its kernel is, in the plan's own words, then its definitions."""
+    return HEADER.format(said=quoted(title, text)) + readable(definitions)
+
+
+def quoted(title: str, text: str) -> str:
+    """What a module's docstring says between its quotes."""
+    said = f"{title}\n\n{text}\n" if text else title
+    return said.replace("\\", "\\\\").replace('"""', "'''")
 
 
 def indented(lines: Iterable[str], depth: int) -> str:
@@ -60,7 +69,7 @@ def fill(body: Body) -> tuple[list[list[str]], list[tuple[Node, Frame, str, str]
             rows.append(body.reduced_rows(node))
     for node in body.kernel.reductions:
         if node in body.body:  # finished in the kernel, which holds rows
-            _store_vector(body, node, body.at(node, HELD))
+            _store_vector(body, node, body.block(node, HELD))
     return rows, columns
 
 
@@ -82,7 +91,7 @@ def _store(body: Body, node: Node) -> None:
     pointer = body.arguments.get("store", node).name
     width = int(node.type.columns)
     for frame in body.spaces.frames(body.space(node)):
-        value = body.at(node, frame)
+        value = body.block(node, frame)
         mask = body.block_mask(body.mask(frame, width))
         index = body.index(frame)
         given = f"{pointer}, rows, {index}, {width}, {mask}, {value}"
@@ -111,7 +120,6 @@ def runs(body: Body, start: str) -> list[str]:
         for part in (0, 1):
             if f"c{part}" in body.runs:
                 lines.append(f"c{part} = device.lane(h_start, W, {body.pairs}, {part}, {whole})")
-                lines.append(f"c{part}_ok = h_ok")
     for run in sorted(r for r in body.runs if r.startswith("g")):
         size = int(run[1:])
         lane, first = body.of_lane(size), "c_start" if body.pairs is None else "h_start"
@@ -150,7 +158,7 @@ def kernel(
     WIDE: tl.constexpr, PRECISION: tl.constexpr, FLATTEN: tl.constexpr{typed_boxes},
 ):
     N: tl.constexpr = {columns}
-{known_depth}    W: tl.constexpr = BN // {cuts}
+{known_depth}    W: tl.constexpr = BN{cuts}
     row_tiles = tl.cdiv(ROWS, BM)
     column_tiles: tl.constexpr = (N + BN - 1) // BN
     for t in tl.range(
@@ -184,14 +192,13 @@ def product_source(
         accumulators=", ".join(accumulators(body)), names=names, body=indented(lines, 1),
         depth="K, " if depth is None else "", columns=int(body.kernel.product.type.columns),
         known_depth="" if depth is None else f"    K: tl.constexpr = {depth}\n",
-        cuts=parts * body.layout.lanes,
+        cuts=f" // {cuts}" if (cuts := parts * body.layout.lanes) > 1 else "",
         pairs=body.pairs if body.layout.lanes == 2 else 0, natural=natural,
         parts=indented(lines_of_tile(body, parts, natural, called, reductions), 2),
     )  # fmt: skip
-    head = HEADER.format(title=title, text=text)
     return Source(
-        head + emitted, arguments, body.unit, body.layout, boxes=tuple(sorted(body.boxes)),
-        movable=frozenset(body.boxes - body.scattered),
+        module(title, text, emitted), arguments, body.unit, body.layout,
+        boxes=tuple(sorted(body.boxes)), movable=frozenset(body.boxes - body.scattered),
     )  # fmt: skip
 
 
@@ -250,7 +257,7 @@ def lines_of_tile(
     width = "BN // 2" if lanes else "BN"
     yielded: list[list[str]] = []
     for number, accumulators in enumerate(calls):
-        start = f"j * ({width}) + {number} * W"
+        start = f"j * ({width})" + (f" + {number} * W" if number else "")
         call = f"part({', '.join(accumulators)}, {start}, i, rows, row_ok, {names}, ROWS, BM, W)"
         results = _results(reductions, number)
         yielded.append(results)
@@ -258,8 +265,8 @@ def lines_of_tile(
     yield from _merge(yielded, reductions)
     for position, (node, piece) in enumerate((n, p) for n in reductions for p in pieces_of(node=n)):
         pointer = body.arguments.get("reduction", node, piece).name
-        at = f"{pointer} + j.to(tl.int64) * ROWS + rows"
-        yield f"tl.store({at}, {yielded[0][position]}, mask=row_ok)"
+        at = f"{pointer} + j.to(tl.int64) * ROWS"
+        yield f"device.store_vector({at}, rows, row_ok, {yielded[0][position]})"
 
 
 def _cut(names: list[str], width: str, parts: int) -> Iterable[str]:
@@ -269,7 +276,8 @@ def _cut(names: list[str], width: str, parts: int) -> Iterable[str]:
         halved = []
         for name in names:
             left, right = f"{name}l", f"{name}r"
-            yield f"{left}, {right} = device.halves({name}, BM, ({width}) // {count})"
+            cut = f"({width}) // {count}" if count > 1 else width
+            yield f"{left}, {right} = device.halves({name}, BM, {cut})"
             halved += [left, right]
         names, count = halved, 2 * count
     return names
@@ -354,8 +362,7 @@ def pointwise_source(body: Body, title: str, text: str) -> Source:
         names=", ".join(parameters(arguments)), head=indented(head, 1),
         body=indented(body.lines, 2), tail=indented(tail, 1),
     )  # fmt: skip
-    header = HEADER.format(title=title, text=text)
-    return Source(header + emitted, arguments, body.unit, body.layout)
+    return Source(module(title, text, emitted), arguments, body.unit, body.layout)
 
 
 # --- vector kernels -------------------------------------------------------------------------------
@@ -374,8 +381,7 @@ def vector_source(body: Body, nodes: Sequence[Node], title: str, text: str) -> S
         if node.type[:2] == (1, 1):
             _store_vector(body, node, f"tl.zeros((BM, 1), tl.float32) + {body.real(node, None)}")
         else:
-            _store_vector(body, node, body.at(node, HELD))
+            _store_vector(body, node, body.block(node, HELD))
     arguments = tuple(body.arguments.found.values())
     emitted = VECTORS.format(names=", ".join(parameters(arguments)), body=indented(body.lines, 1))
-    header = HEADER.format(title=title, text=text)
-    return Source(header + emitted, arguments, 1, body.layout)
+    return Source(module(title, text, emitted), arguments, 1, body.layout)

@@ -1,0 +1,157 @@
+"""The time that the host needs once warm: a launch, a plan's kernels, a call under autograd.
+
+The project's limits are 10 µs a kernel and 40 µs a call under autograd besides its kernels. Each
+figure is printed; three times the limit fails, so that a busy host does not.
+"""
+
+import gc
+import statistics
+import time
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from calls import ALIGNED, BRAIN, example, launches, operands, upstream_of, with_gradients
+from programs import labelled
+
+from cadenza.backends.triton.executable import Executable
+from cadenza.library.blocks import BUILT_IN
+
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
+OF_KERNEL, OF_CALL, FACTOR = 10.0, 40.0, 3.0  # µs, µs, how much more is let pass
+BATCHES = 30
+PENDING = 500  # launches that may wait for the GPU: with about 1000 the host waits as well
+
+
+@contextmanager
+def without_collection():
+    """No garbage is collected inside."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def microseconds(function, calls):
+    """The median time of one call, the GPU's own work not waited for."""
+    measured = []
+    with without_collection():
+        for _ in range(BATCHES):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            measured.append((time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(measured[5:])
+
+
+class Timed:
+    """A program and its arguments: what a call launches, and how long it keeps the host."""
+
+    def __init__(self, program, arguments):
+        self.program, self.leaves = program, with_gradients(arguments)
+        self.upstream = list(upstream_of(program.plain, arguments).values())
+        self.needed = [
+            v for v in self.leaves.values() if isinstance(v, torch.Tensor) and v.requires_grad
+        ]
+        for _ in range(3):
+            self.both()
+
+    def forward(self):
+        """A call under autograd; its outputs."""
+        return list(labelled(self.program(**self.leaves)).values())
+
+    def both(self):
+        """A call and its backward."""
+        return torch.autograd.grad(self.forward(), self.needed, self.upstream)
+
+    def kernels(self):
+        """Launches of a call, and of a call with its backward."""
+        with launches() as made:
+            self.forward()
+            first = len(made)
+            self.both()
+        return first, len(made) - first
+
+
+def tiny():
+    """An epilogue of one kernel."""
+    x, w, bias = (torch.randn(*n, dtype=BRAIN, device="cuda") for n in [(64, 64), (64, 64), (64,)])
+    return Timed(example("bias_gelu").bias_gelu, {"x": x, "w": w, "bias": bias})
+
+
+def small_llama(place):
+    """The llama block at small sizes."""
+    return Timed(BUILT_IN["llama"], operands("llama", 64, place, BRAIN, ALIGNED))
+
+
+def say(capsys, text):
+    """Prints a figure, passing or not."""
+    with capsys.disabled():
+        print(f"\n{text}", end="")
+
+
+@pytest.mark.parametrize("which", ["tiny", "llama"])
+def test_a_launch(which, place, capsys, monkeypatch):
+    timed = tiny() if which == "tiny" else small_llama(place)
+    slowest = 0.0
+    with launches() as made:
+        for executable, tensors, rows, _ in plans_of(timed, monkeypatch):
+            executable.replays.clear()
+            executable(tensors, rows)
+    for launcher, *given in made.made:
+        slowest = max(slowest, microseconds(partial(launcher, *given), PENDING))
+    say(capsys, f"{which}: the slowest of {len(made.made)} launches takes {slowest:.1f} µs")
+    assert made.made, "nothing was launched"
+    assert slowest <= FACTOR * OF_KERNEL
+
+
+@pytest.mark.parametrize("which", ["tiny", "llama"])
+def test_a_call_under_autograd(which, place, capsys):
+    timed = tiny() if which == "tiny" else small_llama(place)
+    forward, both = timed.kernels()
+    calls = max(1, PENDING // (2 * both))
+    with torch.no_grad():
+        plain = microseconds(timed.forward, calls)
+    call = microseconds(timed.forward, calls)
+    whole = microseconds(timed.both, calls)
+    backward = max(whole - call, 0.0)
+    say(
+        capsys,
+        f"{which}: a call of {forward} kernels takes {plain:.0f} µs, under autograd {call:.0f} µs; "
+        f"its backward of {both - forward} kernels {backward:.0f} µs",
+    )
+    assert call <= FACTOR * (OF_CALL + forward * OF_KERNEL)
+    assert backward <= FACTOR * (OF_CALL + (both - forward) * OF_KERNEL)
+
+
+@pytest.mark.parametrize("which", ["tiny", "llama"])
+def test_the_kernels_of_a_plan(which, place, capsys, monkeypatch):
+    timed = tiny() if which == "tiny" else small_llama(place)
+    slowest = 0.0
+    for executable, tensors, rows, kernels in plans_of(timed, monkeypatch):
+        calls = max(1, PENDING // kernels)
+        found = microseconds(partial(executable, tensors, rows), calls)
+        slowest = max(slowest, found / kernels)
+        say(capsys, f"{which}: {kernels} kernels of a plan take {found / kernels:.1f} µs each")
+    assert slowest <= FACTOR * OF_KERNEL
+
+
+def plans_of(timed, monkeypatch):
+    """The executables that a call and its backward run, their inputs, rows and launches."""
+    seen, run = [], Executable.__call__
+
+    def noted(executable, tensors, rows):
+        with launches() as made:
+            outputs = run(executable, tensors, rows)
+        seen.append((executable, list(tensors), rows, len(made)))
+        return outputs
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Executable, "__call__", noted)
+        timed.both()
+    return seen

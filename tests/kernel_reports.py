@@ -1,0 +1,119 @@
+"""Compiles the kernels of built-in blocks at large sizes and writes what each takes, as JSON.
+
+Run as a program where TRITON_INTERPRET is unset, by `reports`, in two processes that each take
+every other kernel. Kernels with equal texts, types and constants are compiled once a target.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from planned import large_call
+
+from cadenza.backends.triton.compiled import CompilationError, report
+from cadenza.backends.triton.executable import Program
+from cadenza.backends.triton.launches import Launch
+from cadenza.backends.triton.target import Target
+from cadenza.core.plan import Plan
+from cadenza.library.blocks import BUILT_IN
+
+WORKERS = 2
+FOLDER = Path(__file__).resolve().parent
+
+
+class Task(NamedTuple):
+    """Blocks in a dtype for a target; only the first `kernels` of forward plans if that is > 0."""
+
+    target: str
+    dtype: str = "bfloat16"
+    blocks: Sequence[str] = ()
+    kernels: int = 0
+
+
+class Compiled(NamedTuple):
+    """What was compiled, where it occurs first, and what it takes or why it can't be compiled."""
+
+    target: str
+    kernel: str
+    figures: Sequence[int]  # of a Report: registers, spilled bytes, shared memory
+    faults: Sequence[str]
+
+
+def reports(tasks: Sequence[Task], cache: Path) -> list[Compiled]:
+    """Compiles in processes of their own; AssertionError with the words of one that fails."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {
+        "TRITON_CACHE_DIR": str(cache / "triton"), "CADENZA_CACHE": str(cache / "kernels"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    started = []
+    for number in range(WORKERS):
+        out = cache / f"{number}.json"
+        command = [sys.executable, __file__, str(number), json.dumps(tasks), str(out)]
+        log = (cache / f"{number}.log").open("w+")
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        started.append((process, log, out))
+    found = []
+    for process, log, out in started:
+        code = process.wait()
+        log.seek(0)
+        assert code == 0, log.read()
+        log.close()
+        found += [Compiled(*fields) for fields in json.loads(out.read_text())]
+    return found
+
+
+# --- in a process of its own ----------------------------------------------------------------------
+
+
+def plans(task: Task) -> Iterator[tuple[str, Plan]]:
+    """The plans of a task with their names."""
+    for name in task.blocks or BUILT_IN:
+        pair = large_call(name, task.dtype).pair()
+        yield f"{name} forward", pair.forward_plan
+        if pair.backward_plan is not None and not task.kernels:
+            yield f"{name} backward", pair.backward_plan
+
+
+def launches(task: Task) -> Iterator[tuple[str, Launch]]:
+    """Launches with default configurations, each of equal ones once."""
+    target, seen = Target.named(task.target), set()
+    for name, plan in plans(task):
+        steps = Program(plan, target=target).steps
+        given = [(k, step) for k, step in enumerate(steps) if isinstance(step, Launch)]
+        for position, launch in given[: task.kernels or None]:
+            key = str((launch.source, launch.signature(target.tma), launch.constants(target.tma)))
+            if key not in seen:
+                seen.add(key)
+                yield f"{name} step {position} ({task.dtype})", launch
+
+
+def compiled(task: Task, name: str, launch: Launch) -> Compiled:
+    """One kernel."""
+    target = Target.named(task.target)
+    title = f"{name}, {getattr(launch, 'configuration', getattr(launch, 'strip', ''))}"
+    try:
+        found = report(launch, target)
+    except CompilationError as error:
+        return Compiled(task.target, title, (), [str(error)])
+    return Compiled(task.target, title, found, found.faults(target))
+
+
+def main(number: int, tasks: Sequence[Task], out: Path) -> None:
+    """Compiles this worker's share."""
+    found: list[Any] = []
+    for task in tasks:
+        for position, (name, launch) in enumerate(launches(task)):
+            if position % WORKERS == number:
+                found.append(compiled(task, name, launch))
+                print(*found[-1], flush=True)
+    out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), [Task(*fields) for fields in json.loads(sys.argv[2])], Path(sys.argv[3]))

@@ -1,0 +1,301 @@
+"""The pingpong template: what it emits, refuses and compiles to for Hopper, without a GPU.
+
+Kernels are compiled in processes of their own, where Triton does not interpret: this file, run as a
+program, compiles its share. Values are tested on a GPU alone, as Gluon has no interpreter; the
+epilogue's lines are those of the plain template, which are tested by interpretation.
+"""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from planned import large_call
+
+from cadenza import lang as L
+from cadenza.backends.triton import device, gluon_device
+from cadenza.backends.triton.body import Arguments, Body, Vectors
+from cadenza.backends.triton.columns import Layout, Unsupported
+from cadenza.backends.triton.compiled import CompilationError, report
+from cadenza.backends.triton.configuration import Configuration
+from cadenza.backends.triton.executable import Program, layout_of
+from cadenza.backends.triton.gluon_launch import HEAVY, GluonLaunch
+from cadenza.backends.triton.gluon_source import cut_of
+from cadenza.backends.triton.launches import ProductLaunch
+from cadenza.backends.triton.memory import Memory
+from cadenza.backends.triton.target import Target
+from cadenza.core.pipeline import compile_program
+from cadenza.core.plan import Plan
+from cadenza.core.trace import Operand, Signature
+from cadenza.library.blocks import BUILT_IN
+
+HOPPER = Target.named("sm_90")
+PLAIN = Configuration(BM=128, BN=128, BK=64, warps=8, stages=3, parts=2)
+SPILLED = 128  # bytes a thread: once a tile, which takes tens of thousands of cycles
+WORKERS = 2
+
+
+# --- launches -------------------------------------------------------------------------------------
+
+
+def launches(plan: Plan) -> Iterator[GluonLaunch | str]:
+    """A plan's products by the pingpong template, or the reason why one is not."""
+    program = Program(plan, lambda kernel: PLAIN, target=HOPPER)
+    kernels = {kernel.product: kernel for kernel in plan.kernels}
+    for step in program.steps:
+        if isinstance(step, ProductLaunch):
+            kernel = kernels[step.product]
+            body = Body(kernel, Arguments({}), Vectors(), layout_of(kernel))
+            try:
+                yield GluonLaunch(step, kernel, body)
+            except Unsupported as error:
+                yield str(error)
+
+
+def of_block(name: str, dtype: str = "bfloat16") -> list[GluonLaunch | str]:
+    """The products of both plans of a built-in block at the sizes of an 8 B model."""
+    pair = large_call(name, dtype).pair()
+    plans = [pair.forward_plan, *([pair.backward_plan] if pair.backward_plan else [])]
+    return [launch for plan in plans for launch in launches(plan)]
+
+
+def of_function(function: Any, dtype: str = "bfloat16", **shapes: tuple[Any, int]) -> GluonLaunch:
+    """The product of a function of matrices."""
+    operands = tuple(Operand(n, rows, columns, dtype) for n, (rows, columns) in shapes.items())
+    plan = compile_program(function, Signature(operands, ()), {}, ()).forward_plan
+    (found,) = launches(plan)
+    assert isinstance(found, GluonLaunch), found
+    return found
+
+
+def swiglu(x, w):
+    """Of a product's columns the first half is the gate."""
+    return L.swiglu(L.linear(x, w))
+
+
+class Compiled(NamedTuple):
+    """A kernel's name, its registers, spilled bytes and shared memory, or the compiler's words."""
+
+    name: str
+    figures: Sequence[int]
+    words: str = ""
+
+
+def compiled(tasks: Sequence[tuple[str, str, int]], cache: Path) -> list[Compiled]:
+    """Kernels (block, dtype, number; all with -1) compiled in processes of their own."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    root = str(Path(__file__).resolve().parent.parent)
+    environment |= {
+        "TRITON_CACHE_DIR": str(cache / "triton"), "CADENZA_CACHE": str(cache / "kernels"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    processes = []
+    for worker in range(min(WORKERS, len(tasks))):
+        given = json.dumps([worker, tasks])
+        command = [sys.executable, __file__, given]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE))
+    lines = []
+    for process in processes:
+        lines += process.communicate()[0].decode().splitlines()
+        assert process.returncode == 0
+    return [Compiled(*json.loads(line)) for line in lines if line.startswith("[")]
+
+
+def work(worker: int, tasks: Sequence[tuple[str, str, int]]) -> None:
+    """Compiles what is this worker's, each text once."""
+    seen = set()
+    workers, count = min(WORKERS, len(tasks)), 0
+    for name, dtype, number in tasks:
+        found = [launch for launch in of_block(name, dtype) if isinstance(launch, GluonLaunch)]
+        for position, launch in enumerate(found):
+            text = launch.source.text
+            if text in seen or number not in (-1, position):
+                continue
+            seen.add(text)
+            count += 1
+            if count % workers == worker:
+                print(json.dumps(one(f"{name} product {position} ({dtype})", launch)), flush=True)
+
+
+def one(name: str, launch: GluonLaunch) -> Compiled:
+    """One kernel."""
+    try:
+        return Compiled(name, report(launch, HOPPER))
+    except CompilationError as error:
+        return Compiled(name, (), str(error))
+
+
+def assert_fits(found: Sequence[Compiled]) -> None:
+    """Every kernel compiles, spills next to nothing and fits into shared memory."""
+    bad = [f for f in found if f.words or f.figures[1] > SPILLED or f.figures[2] > HOPPER.shared]
+    assert found
+    assert not bad, "\n".join(map(str, bad))
+
+
+# --- compiling ------------------------------------------------------------------------------------
+
+# A·Bᵀ with two runs of columns, A·B, and Aᵀ·B with a K that is an argument.
+REPRESENTATIVE = [("llama-mlp", "bfloat16", number) for number in (0, 3, 4)]
+
+
+def test_a_kernel_of_every_layout_compiles_for_hopper(tmp_path: Path) -> None:
+    found = compiled(REPRESENTATIVE, tmp_path)
+    assert len(found) == len(REPRESENTATIVE)
+    assert_fits(found)
+
+
+@pytest.mark.slow
+def test_every_kernel_of_every_block_compiles_for_hopper(tmp_path: Path) -> None:
+    tasks = [(name, "bfloat16", -1) for name in BUILT_IN]
+    assert_fits(compiled([*tasks, ("llama", "float16", -1)], tmp_path))
+
+
+def test_layouts_of_representatives() -> None:
+    found = of_block("llama-mlp")
+    turned = [found[number].turned for _, _, number in REPRESENTATIVE]
+    assert turned == [[False, True], [False, False], [True, False]]
+    assert found[4].depth is None
+
+
+# --- what is emitted ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_emitted_text_is_gluon_alone(name: str) -> None:
+    for launch in of_block(name):
+        if isinstance(launch, str):
+            continue
+        text = launch.source.text
+        compile(text, "emitted", "exec")
+        assert "tl." not in text
+        for called in re.findall(r"device\.(\w+)", text.partition("\n@gluon")[2]):
+            assert called in gluon_device.__all__ or called == "gluon_device"
+
+
+def test_functions_of_both_devices_take_the_same() -> None:
+    """What differs is in the names: blocks by number for rows, constants with a type of Gluon's."""
+    own = [n for n in gluon_device.__all__ if hasattr(device, n)]
+    assert len(own) > 20
+    for name in own:
+        plain, gluon = (
+            inspect.signature(getattr(module, name).fn) for module in (device, gluon_device)
+        )
+        assert len(plain.parameters) == len(gluon.parameters), name
+
+
+def test_plain_functions_that_serve_both_are_not_written_twice() -> None:
+    shared = [n for n in gluon_device.__all__ if getattr(device, n, 0) is getattr(gluon_device, n)]
+    assert {"tanh", "maximum", "uniform", "merged_moments"} <= set(shared)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_float32_is_refused() -> None:
+    reasons = of_block("llama-mlp", "float32")
+    assert set(reasons) == {"a product of torch.float32 by tensor maps"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "unit", "words"),
+    [
+        (Layout(512), 256, "groups of 256 columns in tiles of 128"),
+        (Layout(512, 128), 128, "groups of 256 columns in tiles of 128"),
+        (Layout(192, 48), 1, "pairs at 48 columns in parts of 32"),
+    ],
+)
+def test_columns_that_no_part_holds_are_refused(layout: Layout, unit: int, words: str) -> None:
+    with pytest.raises(Unsupported, match=words):
+        cut_of(layout, unit, HEAVY)
+
+
+@pytest.mark.parametrize("inner", [1, 2, 4, 8, 16, 32, 64, 128])
+def test_pairs_within_a_tile_and_pairs_of_whole_tiles_are_taken(inner: int) -> None:
+    assert cut_of(Layout(1024, inner), 1, HEAVY).parts == 2
+
+
+def test_every_product_of_every_block_is_taken() -> None:
+    found = {name: [f for f in of_block(name) if isinstance(f, str)] for name in BUILT_IN}
+    assert not any(found.values()), found
+
+
+# --- launching ------------------------------------------------------------------------------------
+
+
+class Kept(Memory):
+    """Memory that keeps launches instead of making them."""
+
+    made: list[Any] | None = None
+
+    def launch(self, launcher: Any, grid: Any, given: Sequence[Any]) -> None:
+        self.made = [launcher, grid, given]
+
+
+def launched(x: torch.Tensor, w: torch.Tensor) -> tuple[GluonLaunch, Kept]:
+    """A launch of SwiGLU with these operands."""
+    launch = of_function(swiglu, x=("M", 64), w=(160, 64))
+    memory = Kept(x.shape[0], x.device)
+    memory.values |= dict(zip(launch.operands, (x, w), strict=True))
+    launch.run(memory)
+    return launch, memory
+
+
+def half(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns).to(torch.bfloat16)
+
+
+def test_operands_are_described_by_boxes() -> None:
+    launch, memory = launched(half(200, 64), half(160, 64))
+    launcher, grid, given = memory.made
+    assert [given[0].box, given[1].box] == [[64, 64], [64, 64]]
+    assert launcher.constants["TB"]
+    assert grid == (3, 1)  # of 2·2 tiles, as many as a CPU has programs
+    assert given[-1] == 200
+    assert launcher.function is launch.function
+
+
+@pytest.mark.parametrize("fault", ["stride", "address"])
+def test_operands_that_cannot_be_described_take_the_plain_kernel(fault: str) -> None:
+    wide = half(200, 68 if fault == "stride" else 80)
+    x = wide[:, :64] if fault == "stride" else wide[:, 1:65]
+    launch, memory = launched(x, half(160, 64))
+    assert memory.made[0].function is launch.otherwise.function
+
+
+def test_turned_operands_keep_their_memory() -> None:
+    _, memory = launched(half(64, 200).T, half(64, 160).T)
+    launcher, _, given = memory.made
+    assert (launcher.constants["TA"], launcher.constants["TB"]) == (True, False)
+    assert [given[0].box, given[1].box] == [[64, 64], [64, 64]]
+
+
+def test_column_sums_are_left_by_blocks_of_64_rows() -> None:
+    found = [f for f in of_block("llama") if isinstance(f, GluonLaunch)]
+    sums = [(f, a) for f in found for a in f.source.arguments if a.role == "reduction"]
+    assert sums
+    for launch, argument in sums:
+        by_rows = argument.node.op.name.startswith("ROW")
+        tiles = launch.tiles(Memory(1000, torch.device("cpu")), argument.node)
+        assert tiles == (launch.column_tiles if by_rows else 16)
+
+
+def test_a_plain_kernel_of_other_columns_is_refused() -> None:
+    launch = of_function(swiglu, x=("M", 64), w=(160, 64))
+    launch.otherwise.configuration = replace(PLAIN, BN=256)
+    kernels = [k for k in launch.plan.plan.kernels if k.product is launch.product]
+    body = Body(kernels[0], Arguments({}), Vectors(), layout_of(kernels[0]))
+    with pytest.raises(Unsupported, match="tiles of 256 columns"):
+        GluonLaunch(launch.otherwise, kernels[0], body)
+
+
+if __name__ == "__main__":
+    work(*json.loads(sys.argv[1]))
