@@ -22,6 +22,10 @@ import torch
 from hypothesis import HealthCheck, register_random, settings
 from small_runs import SAMPLE_BYTES, train
 
+# Before Triton is imported: without a GPU its kernels are interpreted.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 class TorchRandom:
     """torch's generator as hypothesis wants it, so that an example replays with its numbers."""

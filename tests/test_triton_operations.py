@@ -12,14 +12,24 @@ import torch
 from case_functions import FUNCTIONS
 from case_operations import OPERATIONS
 from cases import tensor
-from triton_plans import SMALL, check, configured, cz_program, outcome, spread, trials, turned
+from triton_plans import (
+    SMALL,
+    check,
+    configured,
+    cz_program,
+    interpreted,
+    outcome,
+    spread,
+    trials,
+    turned,
+)
 
 from cadenza import lang as L
 from cadenza.backends.random import uniform
 from cadenza.core.ops import Op
 
+pytestmark = interpreted
 CASES = {case.name: case for case in [*OPERATIONS, *FUNCTIONS]}
-VECTOR = "a vector of vectors"
 WIDE = "M 150"  # two strips of a pointwise kernel, five tiles of a product
 
 
@@ -140,9 +150,9 @@ def test_operations_in_kernels_without_a_product(op):
     reasons_of(example, 1, place=spread)
 
 
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("cut", [{"BN": 32}, {"BN": 64, "BK": 32, "parts": 4}])
 @pytest.mark.parametrize("name", ON_PRODUCTS)
-def test_structures_in_epilogues(name, parts):
+def test_structures_in_epilogues(name, cut):
     function = ON_PRODUCTS[name]
     operands = {"x": "M 20", "w": "72 20"} | ({"t": "M 1 index 72"} if name == "pick" else {})
     program = (
@@ -150,12 +160,7 @@ def test_structures_in_epilogues(name, parts):
         if name == "pick"
         else (lambda x, w: function(L.linear(x, w)))
     )
-    cut = configured(BN=32, parts=parts)
-    assert reasons_of(Example(program, operands), 37, cut=cut) == EPILOGUE_REASONS.get(name, set())
-    reasons_of(Example(program, operands), 17, cut=configured(BN=64, BK=32, parts=2))
-
-
-EPILOGUE_REASONS: dict[str, set[str]] = {}
+    assert not reasons_of(Example(program, operands), 19, cut=configured(**cut))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -189,7 +194,7 @@ def test_infinite_rows_have_their_logarithm(held):
 
 @pytest.mark.parametrize("kind", ["strips", "held", "epilogue"])
 def test_a_variance_far_from_zero_is_exact(kind):
-    x, w = torch.randn(9, 300) + 1e4, torch.eye(300)
+    x, w = torch.randn(9, 150) + 1e4, torch.eye(150)
     functions = {
         "strips": lambda x, w: L.row_variance(x),
         "held": lambda x, w: (L.row_variance(x), x * L.row_variance(x)),
@@ -234,7 +239,6 @@ def test_vectors_of_vectors_are_read_from_other_columns():
 
 @pytest.mark.parametrize("place", [turned, spread])
 def test_operands_of_products_lie_in_any_way(place):
-    program = cz_program(lambda x, w, v, y: (L.linear(x, w) + y) @ v + L.column_sum(y).T * 0.0)
     program = cz_program(lambda x, w, y: L.silu(L.linear(x, w) + y))
     given = {"x": torch.randn(37, 20), "w": torch.randn(33, 20), "y": torch.randn(37, 33)}
     for trial in trials(program, given):
