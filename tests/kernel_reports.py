@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,8 +82,8 @@ def plans(task: Task) -> Iterator[tuple[str, Plan]]:
 
 
 def launches(task: Task) -> Iterator[tuple[str, Launch]]:
-    """Launches with default configurations, each of equal ones once."""
-    target, seen = Target.named(task.target), set()
+    """Launches with default configurations, each of equal ones once; float32 is cut to tf32."""
+    target, seen = replace(Target.named(task.target), tf32=task.dtype == "float32"), set()
     for name, plan in plans(task):
         steps = Program(plan, target=target).steps
         given = [(k, step) for k, step in enumerate(steps) if isinstance(step, Launch)]

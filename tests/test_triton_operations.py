@@ -19,6 +19,7 @@ from triton_plans import (
     cz_program,
     interpreted,
     outcome,
+    quiet,
     spread,
     trials,
     turned,
@@ -28,7 +29,7 @@ from cadenza import lang as L
 from cadenza.backends.random import uniform
 from cadenza.core.ops import Op
 
-pytestmark = interpreted
+pytestmark = [interpreted, quiet]
 CASES = {case.name: case for case in [*OPERATIONS, *FUNCTIONS]}
 WIDE = "M 150"  # two strips of a pointwise kernel, five tiles of a product
 

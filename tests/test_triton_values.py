@@ -26,6 +26,7 @@ from triton_plans import (
     interpreted,
     outcome,
     padded,
+    quiet,
     spread,
     trials,
     trials_of,
@@ -39,9 +40,12 @@ from cadenza.backends.triton.executable import Executable
 from cadenza.core.pipeline import compile_program
 from cadenza.library.blocks import BUILT_IN
 
-pytestmark = interpreted
+pytestmark = [interpreted, quiet]
 FEWER = settings.default.max_examples // 40
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+CALLS = [
+    (65, torch.float32, False), (37, torch.float32, True), (16, torch.float16, True),
+    (37, torch.float16, False), (1, torch.bfloat16, False), (65, torch.bfloat16, True),
+]  # fmt: skip
 HEADS = "groups of 6 columns: not a power of two"
 # What no template makes, by block, forward and backward; at even sizes there is less of it.
 REASONS: dict[str, tuple[set[str], set[str]]] = {"qwen3": ({HEADS}, {HEADS})}
@@ -85,7 +89,7 @@ def test_blocks_agree_in_float32(name, even):
     assert [set(each.reasons) for each in found] == list(expected)
 
 
-@pytest.mark.parametrize("dtype", FLOATS[1:])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_agree_in_half_precision(name, dtype):
     for trial in block_trials(name, 37, dtype):
@@ -96,11 +100,9 @@ def test_blocks_agree_in_half_precision(name, dtype):
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_agree_however_they_are_cut(name, cut):
-    for rows in (1, 16, 37, 65):
-        for dtype in FLOATS:
-            for even in (False, True):
-                for trial in block_trials(name, rows, dtype, even):
-                    check(trial, cut=cut)
+    for rows, dtype, even in CALLS:
+        for trial in block_trials(name, rows, dtype, even):
+            check(trial, cut=cut)
 
 
 @pytest.mark.parametrize(("rows", "place"), [(1, spread), (16, turned), (65, padded)])
@@ -131,11 +133,23 @@ cuts = st.builds(
 
 
 def check_block(recipe: BlockRecipe, frozen: set[int], cut: Configuration) -> None:
-    """Both plans of a random block; what forward saves comes from the back end's own forward."""
-    needed = trained(recipe, frozen)
+    """Both plans of a random block, backward on what this back end's own forward has saved.
+
+    The gradient of a row's largest is given to the values that equal it when they are made again:
+    what rounding decides there can't be compared.
+    """
+    needed = [] if "L.row_max" in "".join(recipe.lines) else trained(recipe, frozen)
     pair = compile_program(recipe.function(), recipe.signature("float32"), needed=needed)
+    saved: list[torch.Tensor] = []
     for trial in trials_of(pair, recipe.tensors(torch.float32), recipe.rows):
-        check(trial, cut=cut, floor=10.0)
+        if saved:
+            inputs = list(trial.inputs)
+            inputs[: len(pair.values)] = [
+                saved[value] if isinstance(value, int) else given
+                for value, given in zip(pair.values, inputs, strict=False)
+            ]
+            trial = trial._replace(inputs=inputs)
+        saved = check(trial, cut=cut, floor=10.0).outputs
 
 
 @settings(max_examples=FEWER)

@@ -17,7 +17,7 @@ import torch
 from cadenza.core.ops import M
 from cadenza.library.autocast import autocast_dtype, without_autocast
 from cadenza.library.operands import Operands
-from cadenza.library.operator import gradients_of, output_shapes
+from cadenza.library.operator import output_shapes
 from cadenza.library.specialize import Specialization
 
 Tensor = torch.Tensor
@@ -104,6 +104,13 @@ class Prepared:
         self.fixed = [p for p in range(pair.outputs) if p not in pair.differentiable]
         self.gradients = [(places[n], tensors[places[n]].shape) for n in pair.gradients]
         self.like = {p: (shapes[p][0], shapes[p][1]) for p in pair.adjoints}
+        made = dict(enumerate(shape for shape, _ in shapes))
+        own = [
+            tensors[place].shape if not result else made.get(place)
+            for place, result in zip(self.saved, self.of_results, strict=True)
+        ]
+        own += [made[p] for p in pair.adjoints]
+        self.matrices = _reshaped(own, specialization, self.rows) if self.needed else []
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """What the author's function returns."""
@@ -121,13 +128,24 @@ class Prepared:
             tensors[place] if shape is None else tensors[place].reshape(shape)
             for place, shape in self.inputs
         ]
-        with torch.no_grad():
-            if torch.is_autocast_enabled(matrices[0].device.type):
-                with without_autocast(matrices[0]):
-                    found: list[Tensor] = self.specialization.forward(matrices, self.rows)
-            else:
-                found = self.specialization.forward(matrices, self.rows)
+        return self.without_autocast(self.specialization.forward, matrices)
+
+    def without_autocast(self, plan: Any, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """What a plan gives. Nothing is recorded: no gradient is needed, or autograd calls it."""
+        if torch.is_autocast_enabled(self.device.type):
+            with without_autocast(matrices[0]):
+                found: list[Tensor] = plan(matrices, self.rows)
+                return found
+        found = plan(matrices, self.rows)
         return found
+
+    def run_backward(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of saved values and adjoints."""
+        matrices = [
+            t if shape is None else t.reshape(shape)
+            for t, shape in zip(given, self.matrices, strict=True)
+        ]
+        return self.without_autocast(self.specialization.backward, matrices)
 
     def outputs(self, results: Sequence[Tensor]) -> list[Tensor]:
         """The author's outputs, with the leading dimensions of the operands."""
@@ -142,6 +160,19 @@ class Prepared:
             return given
         shape, dtype = self.like[position]
         return torch.zeros(shape, dtype=dtype, device=self.device)
+
+
+def _reshaped(
+    own: Sequence[Any], specialization: Specialization, rows: int
+) -> list[tuple[int, int] | None]:
+    """For each of backward's inputs, of shapes `own`, the matrix it is; None where it is one."""
+    if specialization.pair.backward is None:
+        return []
+    sizes = [(rows if r is None else r, columns) for r, columns in specialization.backward_sizes]
+    return [
+        None if shape is None or tuple(shape) == size else size
+        for shape, size in zip(own, sizes, strict=True)
+    ]
 
 
 def _plain(prepared: Prepared, *tensors: Tensor) -> list[Tensor]:
@@ -182,7 +213,7 @@ class _Run(torch.autograd.Function):
                 specialization.digest, values, adjoints, prepared.rows
             )
         else:
-            results = gradients_of(specialization, values, adjoints, prepared.rows)
+            results = prepared.run_backward([*values, *adjoints])
         found: list[Tensor | None] = [None] * ctx.count
         for (place, shape), result in zip(prepared.gradients, results, strict=True):
             found[place] = result if result.shape == shape else result.reshape(shape)

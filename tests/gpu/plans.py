@@ -118,7 +118,8 @@ def compiled_kernels(executable: Executable) -> list[tuple[str, Any]]:
     found = []
     for step in executable.program.steps:
         for launcher in getattr(step, "launchers", {}).values():
-            title = step.source.text.split("\n", 1)[0].strip('"')
+            text = step.source.text if step.source else type(step).__name__
+            title = text.split("\n", 1)[0].strip('"')
             found += [(title, kernel) for kernel in launcher.compiled]
     return found
 

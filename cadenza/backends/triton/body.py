@@ -104,6 +104,7 @@ class Body:
         self.runs: set[str] = set()
         self.unit = 1  # columns of a part must be a multiple of this
         self.part: int | None = None  # columns of a part, where it may be moved as a box
+        self.tiled = 1  # and of all parts together
         self.boxes: set[str] = set()  # arguments of which some parts can be moved as boxes
         self.scattered: set[str] = set()  # and those of which some can't
         self._known: dict[tuple[Node, Frame | None], str] = {}
@@ -302,11 +303,13 @@ class Body:
         """The first column of a part in a frame that is a run of columns, else None."""
         assert self.part is not None
         shift = frame.shift
+        if shift is not None and shift < 0:
+            return None  # an H200 takes no box that begins before the first column
         if frame.run in ("c", "h") and shift is not None:
             return f"{frame.run}_start + {shift}"
         if frame.run in ("c0", "c1") and shift is not None and self.pairs:
-            if self.pairs % self.part:
-                return None
+            if self.pairs % self.part or (self.width // 2) % self.tiled:
+                return None  # a part past the half would lie in the other lane
             first = int(frame.run[1]) * self.pairs + shift
             if 2 * self.pairs == self.width:
                 return f"h_start + {first}"

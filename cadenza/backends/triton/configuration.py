@@ -106,10 +106,13 @@ def default(facts: Facts, target: Target) -> Configuration:
     if not target.backend:
         return INTERPRETED
     cuts = DEFAULTS[_family(target)]
-    if facts.itemsize == 4:
+    if facts.unit > 1:
+        few = facts.itemsize == 4
+        cut = replace(cuts.grouped, BM=32, BK=32, stages=2) if few else cuts.grouped
+    elif facts.itemsize == 4 and target.tf32:
+        cut = replace(cuts.heavy, BK=32)
+    elif facts.itemsize == 4:
         cut = cuts.whole
-    elif facts.unit > 1:
-        cut = cuts.grouped
     elif facts.near:
         cut = cuts.near
     else:
@@ -139,7 +142,8 @@ def strip(width: int, unit: int, holds: bool) -> Strip:
     if holds:
         found = Strip(BM=max(1, 4096 // across), W=across, warps=4 if across <= 4096 else 8)
     else:
-        found = Strip(BM=32 if unit == 1 else 8, W=max(16, min(across, 128)))
+        BM, warps = (32, 8) if unit == 1 else (8, 4)
+        found = Strip(BM=BM, W=max(16, min(across, 128)), warps=warps)
     return replace(found, W=max(found.W, unit))
 
 
@@ -147,7 +151,7 @@ class Defaults(NamedTuple):
     """A target's defaults: by the weight of the epilogue up to which each holds, lightest first.
 
     `heavy` is for those above, `near` for pairs within a tile, `grouped` for sums over groups of
-    columns, `whole` for products of float32.
+    columns, `whole` for products of float32 that are not rounded to tf32.
     """
 
     steps: tuple[tuple[int, Configuration], ...]
@@ -163,7 +167,7 @@ def _family(target: Target) -> str:
         return "amd"
     if isinstance(target.arch, int) and 90 <= target.arch < 120:
         return "hopper"
-    return "ampere"
+    return "ampere" if target.shared > 160_000 else "workstation"
 
 
 LEAST = 16  # rows, columns and depth of the smallest product of matrices
@@ -172,13 +176,13 @@ DEFAULTS = {
     "hopper": Defaults(
         (
             (3, Configuration(128, 256, 64, warps=8, stages=3, parts=2)),
-            (5, Configuration(128, 256, 64, warps=8, stages=3, parts=4)),
-            (8, Configuration(128, 256, 64, warps=8, stages=3, parts=8)),
+            (8, Configuration(128, 256, 64, warps=8, stages=3, parts=8, boxes=("load",))),
+            (10, Configuration(128, 128, 64, warps=8, stages=4, parts=4)),
         ),
-        heavy=Configuration(128, 128, 64, warps=8, stages=4, parts=4),
-        near=Configuration(128, 128, 64, warps=8, stages=4, boxes=("load",)),
+        heavy=Configuration(128, 128, 64, warps=8, stages=4, parts=4, boxes=("load",)),
+        near=Configuration(128, 128, 64, warps=8, stages=4, parts=2, boxes=("load",)),
         grouped=Configuration(64, 128, 64, warps=8, stages=4),
-        whole=Configuration(64, 64, 32, warps=4, stages=3, parts=2),
+        whole=Configuration(64, 64, 32, warps=4, stages=2, parts=2),
     ),
     "ampere": Defaults(
         (
@@ -186,9 +190,19 @@ DEFAULTS = {
             (8, Configuration(128, 128, 32, warps=8, stages=4, parts=2)),
         ),
         heavy=Configuration(128, 64, 64, warps=8, stages=3, parts=2),
-        near=Configuration(128, 128, 32, warps=8, stages=4, parts=2, boxes=("load",)),
+        near=Configuration(128, 128, 32, warps=8, stages=4, parts=2),
         grouped=Configuration(64, 128, 64, warps=8, stages=3),
-        whole=Configuration(64, 64, 32, warps=4, stages=3, parts=2),
+        whole=Configuration(64, 64, 32, warps=4, stages=2, parts=2),
+    ),
+    "workstation": Defaults(
+        (
+            (1, Configuration(128, 256, 32, warps=8, stages=3, parts=2)),
+            (8, Configuration(128, 128, 32, warps=8, stages=3, parts=2)),
+        ),
+        heavy=Configuration(128, 64, 64, warps=8, stages=3, parts=2),
+        near=Configuration(128, 128, 32, warps=8, stages=3, parts=2, boxes=("load",)),
+        grouped=Configuration(64, 128, 64, warps=8, stages=3),
+        whole=Configuration(64, 64, 32, warps=4, stages=2, parts=2),
     ),
     "amd": Defaults(
         ((3, Configuration(128, 128, 32, warps=8, stages=2)),),

@@ -177,6 +177,10 @@ class Program:
         left, right = kernel.product.inputs
         if self.dtypes[left] not in (torch.bfloat16, torch.float16, torch.float32):
             raise Unsupported(f"a product of {self.dtypes[left]}")
+        if self.dtypes[left] != self.dtypes[right]:
+            raise Unsupported(f"a product of {self.dtypes[left]} and {self.dtypes[right]}")
+        if self.dtypes[left] == torch.float32 and self.target.backend and not self.target.tf32:
+            raise Unsupported("float32 is multiplied by torch, unless it allows tf32")
         layout = layout_of(kernel)
         trial = self._body(kernel, layout)
         natural = False
@@ -189,7 +193,9 @@ class Program:
         if layout.lanes == 2:
             natural = fitted.width(2) % layout.pairs == 0
         body = self._body(kernel, layout)
-        body.part = fitted.width(layout.lanes) if fitted.boxes else None
+        if fitted.boxes:
+            body.part = fitted.width(layout.lanes)
+            body.tiled = body.part * fitted.parts
         launch = ProductLaunch(source, self, kernel, fitted, natural)
         title, text = self._text(kernel)
         launch.source = product_source(body, title, text, fitted.parts, natural, launch.depth)
@@ -304,11 +310,6 @@ def _vector_lines(text: PairText | None) -> Iterator[Line]:
                 yield line
 
 
-def _laid_out(tensor: Tensor) -> tuple[Any, ...]:
-    """What of a tensor's layout a launch depends on."""
-    return tensor.stride(), tensor.data_ptr() % 16 == 0
-
-
 def _length(vector: Node) -> Any:
     """How many numbers a vector has: M or a number."""
     return vector.type.rows if vector.type.columns == 1 else vector.type.columns
@@ -325,6 +326,14 @@ class Executable:
         self.target = target  # that of the last call, or where none was made the one given
         self.programs: dict[Target, Program] = {}
         self.wide = compute_dtype(plan.graph) == "float64"
+        stored = dtypes_of(plan.graph)
+        operands = [
+            i
+            for kernel in plan.kernels
+            if kernel.product is not None
+            for i in kernel.product.inputs
+        ]
+        self.single = any(stored[operand] == "float32" for operand in operands)
         self.replays: dict[Any, Replay | None] = {}
 
     @property
@@ -341,12 +350,18 @@ class Executable:
             return self.program.plain(tensors, rows)
         device = tensors[0].device
         if device.type != "cuda":
+            self.target = Target.of(device)
             return self._stepwise(tensors, Memory(rows, device))
-        key = (rows, device.index, tuple([_laid_out(t) for t in tensors]))
+        tf32 = self.single and torch.backends.cuda.matmul.allow_tf32
+        bits = 0
+        for tensor in tensors:
+            bits |= tensor.data_ptr()
+        aligned = bits % 16 == 0 or tuple([t.data_ptr() % 16 == 0 for t in tensors])
+        key = (rows, device.index, tf32, aligned, tuple([t.stride() for t in tensors]))
         replay = self.replays.get(key)
         if replay is not None:
             return replay(tensors)
-        self.target = Target.of(device)
+        self.target = replace(Target.of(device), tf32=tf32)
         memory = Memory(rows, device, recording=None if key in self.replays else Recording())
         outputs = self._stepwise(tensors, memory)
         apart = len({t.data_ptr() for t in tensors}) == len(tensors)

@@ -26,6 +26,7 @@ from cadenza.backends.triton.launches import TYPES, ProductLaunch, fits_descript
 from cadenza.backends.triton.memory import Memory
 from cadenza.backends.triton.source import Source
 from cadenza.core.ir import Node
+from cadenza.core.ops import Op
 from cadenza.core.plan import Kernel
 
 if TYPE_CHECKING:
@@ -39,10 +40,13 @@ LIGHT = Configuration(BM=192, BN=COLUMNS, BK=64, warps=4, stages=5, parts=4)
 
 def default(source: Source) -> Configuration:
     """The tile that is taken where nothing is measured: as many rows as registers allow."""
+    layout = source.layout
     loads = sum(a.role == "load" for a in source.arguments)
-    columns = any(a.node.op in COLUMN_REDUCTIONS for a in source.arguments if a.role == "reduction")
-    most = 0 if source.layout.lanes == 2 else 1
-    heavy = loads > most or columns or source.layout.product_is_half
+    reduced = {a.node.op for a in source.arguments if a.role == "reduction"}
+    near = layout.lanes == 2 and not apart(layout)
+    most = 0 if layout.lanes == 2 else 1
+    heavy = loads > most or near or layout.product_is_half
+    heavy = heavy or not reduced.isdisjoint((*COLUMN_REDUCTIONS, Op.LOGSUMEXP))
     return HEAVY if heavy else LIGHT
 
 
@@ -88,7 +92,7 @@ class GluonLaunch(ProductLaunch):
     def run(self, memory: Memory) -> None:
         a, ta = straight(memory.values[self.operands[0]], self.turned[0])
         b, tb = straight(memory.values[self.operands[1]], self.turned[1])
-        if not (fits_descriptor(a) and fits_descriptor(b)):
+        if not (fits_descriptor(a) and fits_descriptor(b) and self.reaches(memory)):
             self.otherwise.run(memory)
             return
         rows, cut = memory.size(self.product.type.rows), self.configuration
@@ -102,6 +106,12 @@ class GluonLaunch(ProductLaunch):
             given.append(a.shape[0] if ta else a.shape[1])
         programs = min(-(-rows // cut.BM) * self.column_tiles, self.plan.programs(memory.device))
         memory.launch(self.launcher(TA=ta, TB=tb), (programs, 1), given)
+
+    def reaches(self, memory: Memory) -> bool:
+        """Whether offsets within a block of what is loaded fit 32 bits."""
+        assert self.source is not None
+        loads = (a.node for a in self.source.arguments if a.role == "load")
+        return all(memory.values[n].stride(0) < 2**31 // BLOCK for n in loads)
 
     def _boxes(self, ta: bool, tb: bool) -> tuple[Sequence[int], Sequence[int]]:
         assert self.source is not None

@@ -31,6 +31,9 @@ TYPES = {
 }  # fmt: skip
 
 
+READ = ("load", "vector", "partial")  # before what is written: a product may be both
+
+
 def rows_of(kernel: Kernel) -> Any:
     """The number of rows that a kernel goes over."""
     if kernel.product is not None:
@@ -65,32 +68,25 @@ class Launch(Step):
     def arguments(self, memory: Memory) -> list[Argument]:
         """Pointers, strides and numbers of partials in order; allocates what is written."""
         assert self.source is not None
-        pointers: list[Argument] = []
-        strides: list[Argument] = []
-        tiles: list[Argument] = []
-        for pointer in self.source.arguments:
-            tensor = self._tensor(pointer, memory)
-            pointers.append(tensor)
-            if pointer.role == "load":
-                strides.append(tensor.stride(0))
-            elif pointer.role == "partial":
-                tiles.append(tensor.shape[0])
-        return [*pointers, *strides, *tiles]
+        given = self.source.arguments
+        found = {p.name: self._read(p, memory) for p in given if p.role in READ}
+        found |= {p.name: self._written(p, memory) for p in given if p.role not in READ}
+        strides = [found[p.name].stride(0) for p in given if p.role == "load"]
+        tiles = [found[p.name].shape[0] for p in given if p.role == "partial"]
+        return [*(found[p.name] for p in given), *strides, *tiles]
 
-    def _tensor(self, pointer: Pointer, memory: Memory) -> Tensor:
-        node = pointer.node
-        if pointer.role == "load":
-            tensor = memory.values[node]
-            if tensor.stride(1) != 1:
-                tensor = memory.values[node] = tensor.contiguous()
-            return tensor
-        if pointer.role == "vector":
-            return memory.values[node]
+    def _read(self, pointer: Pointer, memory: Memory) -> Tensor:
         if pointer.role == "partial":
-            return memory.partials[node, pointer.piece]
+            return memory.partials[pointer.node, pointer.piece]
+        tensor = memory.values[pointer.node]
+        if pointer.role == "load" and tensor.stride(1) != 1:
+            tensor = memory.values[pointer.node] = tensor.contiguous()
+        return tensor
+
+    def _written(self, pointer: Pointer, memory: Memory) -> Tensor:
         if pointer.role == "store":
-            return self.stored(memory, node)
-        return self.reduced(memory, node, pointer.piece)
+            return self.stored(memory, pointer.node)
+        return self.reduced(memory, pointer.node, pointer.piece)
 
     def stored(self, memory: Memory, node: Node) -> Tensor:
         """New memory for a value that the kernel writes."""
@@ -264,10 +260,11 @@ class ProductLaunch(Launch):
         """As Launch's; with `descriptors`, as where both operands are read by them."""
         cut = self.configuration
         assert self.source is not None
+        rounded = self.plan.target.tf32 and self.plan.dtypes[self.operands[0]] == torch.float32
         return {
             "BM": cut.BM, "BN": cut.BN, "BK": cut.BK, "GROUP": cut.group,
             "A_TMA": descriptors, "B_TMA": descriptors, "TA": self.turned[0], "TB": self.turned[1],
-            "WIDE": False, "PRECISION": "ieee", "FLATTEN": self.depth is not None,
+            "WIDE": False, "PRECISION": "tf32" if rounded else "ieee", "FLATTEN": self.depth is not None,
         } | {f"{n}_box": descriptors and self.moves(n) for n in self.source.boxes}  # fmt: skip
 
     def moves(self, name: str) -> bool:

@@ -16,7 +16,7 @@ class Target:
     """An architecture as Triton names it, the threads of a warp, the shared memory of a program.
 
     `tma` is whether descriptors bring in tiles by hardware; elsewhere Triton makes scalar loads of
-    them. `backend` is Triton's: `cuda`, `hip`, or nothing where the interpreter runs kernels.
+    them, `tf32` whether torch's switch allows float32 to be multiplied so. `backend` is Triton's: `cuda`, `hip`, or nothing where the interpreter runs kernels.
     """
 
     name: str
@@ -25,6 +25,7 @@ class Target:
     warp: int = 32
     shared: int = 0
     tma: bool = False
+    tf32: bool = False
 
     @staticmethod
     def named(name: str) -> Target:

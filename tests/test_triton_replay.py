@@ -1,0 +1,115 @@
+"""What is repeated without a GPU: places in a workspace, what a recording may be repeated for.
+
+And the library path: every product by torch, its epilogue by a pointwise kernel, values as those of
+the reference back end.
+"""
+
+import itertools
+
+import planned
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cadenza.backends import reference
+from cadenza.backends.triton.executable import Executable, Program
+from cadenza.backends.triton.fallbacks import LibraryProduct
+from cadenza.backends.triton.launch import Descriptor
+from cadenza.backends.triton.replay import ALIGNMENT, Recording, Span, placed, replay
+from cadenza.backends.triton.target import INTERPRETER, Target
+from cadenza.library.blocks import BUILT_IN
+
+DEVICE = torch.device("cpu")
+spans = st.builds(
+    lambda size, first, length: Span(size * ALIGNMENT, first, first + length),
+    st.integers(0, 9), st.integers(0, 12), st.integers(0, 6),
+)  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(st.lists(spans, max_size=12))
+def test_what_is_in_use_together_never_overlaps(given):
+    offsets, total = placed(given)
+    for (a, x), (b, y) in itertools.combinations(zip(offsets, given, strict=True), 2):
+        if x.first <= y.last and y.first <= x.last:
+            assert a + x.size <= b or b + y.size <= a
+    assert all(o % ALIGNMENT == 0 for o in offsets)
+    assert all(o + s.size <= total for o, s in zip(offsets, given, strict=True))
+    assert total <= sum(s.size for s in given)
+
+
+def test_what_is_not_in_use_together_shares_a_place():
+    offsets, total = placed([Span(512, 0, 1), Span(512, 2, 3), Span(1024, 1, 2)])
+    assert offsets[0] == offsets[1]
+    assert total == 1536
+
+
+class Launcher:
+    """Stands for a function with a compiled launcher."""
+
+    def __init__(self, direct):
+        self.made = direct
+
+    def direct(self, given, device):
+        return self.made
+
+
+class Direct:
+    """Stands for a compiled launcher."""
+
+    blanks = (None, None)
+
+
+def recorded(direct=Direct, usable=True):
+    """A kernel that reads an input by a descriptor, a second that reads what the first wrote."""
+    x, inner, out = (torch.zeros(4, 8) for _ in range(3))
+    box = Descriptor(x, x.shape, x.stride(), (4, 8))
+    made = direct() if direct else None
+    launches = [
+        (Launcher(made), (1, 1), [box, inner, 8]),
+        (Launcher(made), (2, 1), [inner, out, 7]),
+    ]
+    return Recording([inner, out], launches, usable), x, inner, out
+
+
+def test_a_recording_becomes_addresses_relative_to_bases():
+    recording, x, _, out = recorded()
+    found = replay(recording, [x], [out], DEVICE)
+    first, second = found.launches
+    assert first.template == (None, 4, 8, 8, 1, None, 8, None, None)
+    assert [m[:4] for m in first.maps] == [(0, 1, 0, 0)]  # the input
+    assert first.pointers == ((5, 0, 0),)  # the workspace
+    assert second.pointers == ((0, 0, 0), (1, 2, 0))
+    assert (found.workspace, found.outputs) == (ALIGNMENT, [((4, 8), torch.float32)])
+
+
+def test_what_can_not_be_repeated():
+    recording, x, _, out = recorded()
+    assert replay(recording, [x], [x], DEVICE) is None  # an input is returned
+    assert replay(recording, [x], [out, out], DEVICE) is None
+    assert replay(recording, [], [out], DEVICE) is None  # a tensor from elsewhere
+    recording, x, _, out = recorded(usable=False)
+    assert replay(recording, [x], [out], DEVICE) is None
+    recording, x, _, out = recorded(direct=None)
+    assert replay(recording, [x], [out], DEVICE) is None
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_the_library_path_gives_the_same_values(name):
+    torch.manual_seed(0)
+    made = planned.call(name, 19, torch.float32)
+    pair = made.pair()
+    forward = [made.tensors[i.attributes["name"]] for i in pair.forward.inputs]
+    results = reference.compile_plan(pair.forward_plan)(forward, 19)
+    adjoints = planned.adjoints_of(pair.program, 19, torch.float32)
+    backward = [results[v] if isinstance(v, int) else made.tensors[v] for v in pair.values]
+    backward += [adjoints[p] for p in pair.adjoints]
+    for plan, inputs in ((pair.forward_plan, forward), (pair.backward_plan, backward)):
+        by_library = Executable(plan)
+        program = Program(plan, target=Target.named("sm_90"))  # float32 is torch's there
+        by_library.programs[INTERPRETER] = program
+        assert sum(isinstance(step, LibraryProduct) for step in program.steps) == plan.products
+        expected = reference.compile_plan(plan)(inputs, 19)
+        for found, exact in zip(by_library(inputs, 19), expected, strict=True):
+            torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
