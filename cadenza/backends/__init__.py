@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -33,9 +33,12 @@ def chosen(name: str | None) -> str:
     if asked == "triton" and not has_triton():
         raise BackEndError(
             explanation(
-                "the back end triton needs Triton", "no package triton", "triton 3.6 or newer",
-                "pip install triton (Linux), or backend='reference'", author_line(),
-            )  # fmt: skip
+                "the back end triton needs Triton",
+                "no package triton",
+                "triton 3.6 or newer",
+                "pip install triton (Linux), or backend='reference'",
+                author_line(),
+            )
         )
     return asked
 
@@ -45,13 +48,13 @@ def _unknown(name: str, where: str) -> BackEndError:
     return BackEndError(explanation("no such back end", repr(name), f"one of {names}", "", where))
 
 
-@lru_cache(maxsize=None)
+@cache
 def has_triton() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _without_triton() -> None:
     log.warning("no package triton: programs on a GPU run by torch's operations, slowly")
 
@@ -73,7 +76,7 @@ class Executable:
     @cached_property
     def triton(self) -> Any:
         """The plan on the Triton back end."""
-        from cadenza.backends.triton import executable  # noqa: PLC0415  # Triton is slow to import
+        from cadenza.backends.triton import executable  # Triton is slow to import
 
         return executable.compile_plan(self.plan, described=self.described)
 
@@ -89,9 +92,12 @@ class Executable:
             if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
                 raise BackEndError(
                     explanation(
-                        "the back end triton runs on a GPU", f"tensors on {tensor.device}",
-                        "tensors on a GPU", "x.cuda(), or TRITON_INTERPRET=1 to interpret", "",
-                    )  # fmt: skip
+                        "the back end triton runs on a GPU",
+                        f"tensors on {tensor.device}",
+                        "tensors on a GPU",
+                        "x.cuda(), or TRITON_INTERPRET=1 to interpret",
+                        "",
+                    )
                 )
             return True
         if tensor.is_cuda and not has_triton():

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 from cadenza.backends.triton.target import Target
 
-
 # What the metadata of AMD's assembly says of a kernel.
 AMD = (
     "vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size",
@@ -86,22 +85,22 @@ def compile_for(kernel: Compilable, target: Target) -> Any:
         raise CompilationError(
             "Triton is set to interpret kernels: unset TRITON_INTERPRET to compile them"
         )
-    import triton  # noqa: PLC0415  loaded where a kernel is compiled, not where a plan is made
-    from triton.backends.compiler import GPUTarget  # noqa: PLC0415  the same
+    import triton
+    from triton.backends.compiler import GPUTarget
 
     source = _source(function, kernel.signature(target.tma), kernel.constants(target.tma))
     place = GPUTarget(target.backend, target.arch, target.warp)
     try:
         return triton.compile(source, target=place, options=dict(kernel.options()))
-    except Exception as error:  # noqa: BLE001  Triton raises whatever a pass of its raises
+    except Exception as error:
         words = str(error).strip().splitlines() or [type(error).__name__]
         text = f"Triton {triton.__version__} compiles no kernel for {target.name}: {words[-1]}"
         raise CompilationError(text) from error
 
 
 def _source(function: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -> Any:
-    from triton.compiler import ASTSource  # noqa: PLC0415  see compile_for
-    from triton.experimental.gluon._runtime import GluonASTSource  # noqa: PLC0415  the same
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = function.arg_names
     missing = [n for n in names if n not in types and n not in constants]
@@ -123,8 +122,8 @@ def _source(function: Any, types: Mapping[str, str], constants: Mapping[str, Any
 
 
 def _of_nvidia(compiled: Any, target: Target) -> Report:
-    from triton import knobs  # noqa: PLC0415  see compile_for
-    from triton.backends.nvidia.compiler import get_ptxas  # noqa: PLC0415  the same
+    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
 
     dump = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage"]
     text = _said(dump, compiled.asm["cubin"], ".cubin")

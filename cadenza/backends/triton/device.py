@@ -329,7 +329,7 @@ def merge_row_variance(
     mean = tl.zeros((BM,), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     count = 0.0
-    for t in range(0, tiles):
+    for t in range(tiles):
         at = tl.cast(t, tl.int64) * ROWS + rows
         more = tl.maximum(tl.minimum(TILE, COLUMNS - t * TILE), 0).to(tl.float32)
         other_mean = tl.load(means + at, mask=row_ok, other=0.0)
@@ -358,7 +358,10 @@ def merge_logsumexp(tops, totals, rows, row_ok, ROWS, tiles, BM: tl.constexpr):
 
 
 @triton.jit
-def _left(a, stride, i, k, ROWS, K, BM: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, TA: tl.constexpr):  # fmt: skip
+def _left(
+    a, stride, i, k, ROWS, K,
+    BM: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, TA: tl.constexpr,
+):  # fmt: skip
     """[BM, BK] of the left operand, which is stored [K, rows] if TA."""
     if TMA:
         if TA:

@@ -16,14 +16,14 @@ import torch
 
 from cadenza.backends import reference
 from cadenza.backends.steps import Owner, torch_dtype
-from cadenza.backends.triton.body import (
+from cadenza.backends.triton.arguments import (
     COLUMN_REDUCTIONS,
     Arguments,
-    Body,
     Vectors,
     in_memory,
     next_power,
 )
+from cadenza.backends.triton.body import Body
 from cadenza.backends.triton.columns import Layout, Unsupported
 from cadenza.backends.triton.configuration import Configuration, Facts, default, strip
 from cadenza.backends.triton.fallbacks import LibraryProduct, ReferenceKernel, ReferenceVector
@@ -35,7 +35,7 @@ from cadenza.backends.triton.source import pointwise_source, product_source, vec
 from cadenza.backends.triton.target import INTERPRETER, Target
 from cadenza.backends.triton.vector_product import VectorProduct
 from cadenza.core.ir import Node
-from cadenza.core.ops import Op
+from cadenza.core.ops import REAL, Op
 from cadenza.core.plan import Kernel, Plan
 from cadenza.core.plan_text import Line, PairText, PlanText
 from cadenza.core.readiness import is_vector, reduces_matrix
@@ -43,6 +43,7 @@ from cadenza.core.schedule import ROW_LIMIT
 from cadenza.core.storage import compute_dtype, dtypes_of
 
 Tensor = torch.Tensor
+LARGEST = (Op.ROW_MAX, Op.COLUMN_MAX, Op.GROUP_MAX)
 Choose = Callable[[Kernel], Configuration]
 KEPT_REPLAYS = 64  # layouts of one plan's inputs, numbers of rows among them
 FEW = 16  # a kernel merges this many partials of a row itself
@@ -84,6 +85,9 @@ class Program:
         self.said = {line.text.partition(" = ")[0]: line for line in _vector_lines(text)}
         stored = dtypes_of(plan.graph)
         self.dtypes = {n: torch_dtype(n, stored[n]) for n in plan.graph.nodes()}
+        # The gradient of a largest value finds it again among values that another kernel computes:
+        # they must be the same to the last bit, so a product and a sum are never fused there.
+        self.fuses = not any(n.op in LARGEST or _equals(n) for n in plan.graph.nodes())
         self.left: dict[Node, Launch] = {}  # reductions of which a launch has left partials
         self.finished: set[Node] = {i for i in plan.graph.inputs if is_vector(i)}
         self.steps: list[Step] = []
@@ -308,6 +312,11 @@ def _vector_lines(text: PairText | None) -> Iterator[Line]:
         for line in (*(line for k in plan.kernels for line in k.lines), *plan.ends):
             if line.role in ("partial", "finish", "reduce"):
                 yield line
+
+
+def _equals(node: Node) -> bool:
+    real = all(i.type.kind == REAL for i in node.inputs)
+    return node.op is Op.COMPARE and node.attributes["relation"] == "==" and real
 
 
 def _length(vector: Node) -> Any:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cadenza.backends.triton.body import COLUMN_REDUCTIONS, Body
+from cadenza.backends.triton.arguments import COLUMN_REDUCTIONS
+from cadenza.backends.triton.body import Body
 from cadenza.backends.triton.columns import Unsupported
 from cadenza.backends.triton.configuration import Configuration
 from cadenza.backends.triton.gluon_source import (

@@ -36,7 +36,7 @@ class Descriptor:
 
     def public(self) -> Any:
         """Triton's own descriptor."""
-        from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415
+        from triton.tools.tensor_descriptor import TensorDescriptor
 
         return TensorDescriptor(self.tensor, self.shape, self.strides, self.box)
 
@@ -61,9 +61,7 @@ class Launcher:
     The function's parameters are the arguments in order, then the constants.
     """
 
-    def __init__(
-        self, function: Any, constants: dict[str, Any], options: dict[str, Any]
-    ) -> None:
+    def __init__(self, function: Any, constants: dict[str, Any], options: dict[str, Any]) -> None:
         self.function, self.constants, self.options = function, constants, options
         self._known: dict[tuple[int, ...], Direct | None] = {}
         self.compiled: list[Any] = []
@@ -145,8 +143,8 @@ class Direct:
 
 
 def _encoded(pointer: int, like: Descriptor, meta: dict[str, Any]) -> Any:
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # noqa: PLC0415
-    from triton.runtime.driver import driver  # noqa: PLC0415
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+    from triton.runtime.driver import driver
 
     return driver.active.utils.fill_tma_descriptor(
         pointer, meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]],
@@ -166,7 +164,7 @@ def _direct(kernel: Any, blanks: int, index: int) -> Direct | None:
 
 def _hooked() -> bool:
     """Whether something, a profiler, wants to see each launch."""
-    from triton import knobs  # noqa: PLC0415
+    from triton import knobs
 
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     return any(getattr(hook, "calls", hook) for hook in hooks)

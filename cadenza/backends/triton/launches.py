@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cadenza.backends.triton import modules
-from cadenza.backends.triton.body import COLUMN_REDUCTIONS
-from cadenza.backends.triton.body import Argument as Pointer
+from cadenza.backends.triton.arguments import COLUMN_REDUCTIONS
+from cadenza.backends.triton.arguments import Argument as Pointer
 from cadenza.backends.triton.configuration import Configuration, Strip
 from cadenza.backends.triton.launch import Argument, Descriptor, Launcher
 from cadenza.backends.triton.memory import Memory, Step
@@ -62,7 +62,8 @@ class Launch(Step):
         key = tuple(variant.values())
         if key not in self.launchers:
             constants = self.constants() | variant
-            self.launchers[key] = Launcher(self.function, constants, self.options())
+            options = self.options() | {"enable_fp_fusion": self.plan.fuses}
+            self.launchers[key] = Launcher(self.function, constants, options)
         return self.launchers[key]
 
     def arguments(self, memory: Memory) -> list[Argument]:
@@ -264,7 +265,8 @@ class ProductLaunch(Launch):
         return {
             "BM": cut.BM, "BN": cut.BN, "BK": cut.BK, "GROUP": cut.group,
             "A_TMA": descriptors, "B_TMA": descriptors, "TA": self.turned[0], "TB": self.turned[1],
-            "WIDE": False, "PRECISION": "tf32" if rounded else "ieee", "FLATTEN": self.depth is not None,
+            "WIDE": False, "PRECISION": "tf32" if rounded else "ieee",
+            "FLATTEN": self.depth is not None,
         } | {f"{n}_box": descriptors and self.moves(n) for n in self.source.boxes}  # fmt: skip
 
     def moves(self, name: str) -> bool:

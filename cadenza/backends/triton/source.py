@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cadenza.backends.triton.body import COLUMN_REDUCTIONS, PARTIALS, Argument, Arguments, Body
+from cadenza.backends.triton.arguments import COLUMN_REDUCTIONS, PARTIALS, Argument
+from cadenza.backends.triton.body import Body
 from cadenza.backends.triton.columns import Frame, Layout
 from cadenza.backends.triton.readable import readable
 from cadenza.core.ir import Node
@@ -142,7 +143,7 @@ def parameters(arguments: Sequence[Argument]) -> list[str]:
 
 # --- product kernels ------------------------------------------------------------------------------
 
-PRODUCT = '''
+PRODUCT = """
 @triton.jit
 def part(
     {accumulators}, start, i, rows, row_ok, {names}{typed_boxes},
@@ -171,7 +172,7 @@ def kernel(
         )
         rows = i * BM + tl.arange(0, BM)
         row_ok = rows < ROWS
-{parts}'''
+{parts}"""
 
 
 def product_source(

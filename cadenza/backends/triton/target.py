@@ -16,7 +16,8 @@ class Target:
     """An architecture as Triton names it, the threads of a warp, the shared memory of a program.
 
     `tma` is whether descriptors bring in tiles by hardware; elsewhere Triton makes scalar loads of
-    them, `tf32` whether torch's switch allows float32 to be multiplied so. `backend` is Triton's: `cuda`, `hip`, or nothing where the interpreter runs kernels.
+    them. `tf32` is whether torch's switch lets float32 be multiplied so. `backend` is Triton's:
+    `cuda`, `hip`, or nothing where the interpreter runs kernels.
     """
 
     name: str
