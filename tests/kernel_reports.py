@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from planned import large_call
 
 from cadenza.backends.triton.compiled import CompilationError, report
-from cadenza.backends.triton.executable import Program
 from cadenza.backends.triton.launches import Launch
+from cadenza.backends.triton.program import Program
 from cadenza.backends.triton.target import Target
 from cadenza.core.plan import Plan
 from cadenza.library.blocks import BUILT_IN

@@ -27,11 +27,11 @@ from cadenza.backends.triton.body import Body
 from cadenza.backends.triton.columns import Layout, Unsupported
 from cadenza.backends.triton.compiled import CompilationError, report
 from cadenza.backends.triton.configuration import Configuration
-from cadenza.backends.triton.executable import Program, layout_of
 from cadenza.backends.triton.gluon_launch import HEAVY, GluonLaunch
 from cadenza.backends.triton.gluon_source import cut_of
 from cadenza.backends.triton.launches import ProductLaunch
 from cadenza.backends.triton.memory import Memory
+from cadenza.backends.triton.program import Program, layout_of
 from cadenza.backends.triton.target import Target
 from cadenza.core.pipeline import compile_program
 from cadenza.core.plan import Plan

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.backends import reference
-from cadenza.backends.triton.executable import Executable, Program
+from cadenza.backends.triton.executable import Executable
 from cadenza.backends.triton.fallbacks import LibraryProduct
 from cadenza.backends.triton.launch import Descriptor
+from cadenza.backends.triton.program import Program
 from cadenza.backends.triton.replay import ALIGNMENT, Recording, Span, placed, replay
 from cadenza.backends.triton.target import INTERPRETER, Target
 from cadenza.library.blocks import BUILT_IN

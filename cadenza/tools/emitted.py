@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from cadenza.backends.triton import modules
-from cadenza.backends.triton.executable import Program
 from cadenza.backends.triton.fallbacks import LibraryProduct, ReferenceKernel, ReferenceVector
 from cadenza.backends.triton.launches import PointwiseLaunch, ProductLaunch, VectorLaunch
 from cadenza.backends.triton.memory import Step
+from cadenza.backends.triton.program import Program
 from cadenza.backends.triton.target import Target
 from cadenza.backends.triton.vector_product import VectorProduct
 from cadenza.core.ir import Node

@@ -19,8 +19,8 @@ from plans import (
 
 from cadenza.backends.triton import configuration
 from cadenza.backends.triton.configuration import Configuration, Facts
-from cadenza.backends.triton.executable import Program
 from cadenza.backends.triton.launches import ProductLaunch
+from cadenza.backends.triton.program import Program
 from cadenza.backends.triton.target import Target
 
 pytestmark = pytest.mark.gpu

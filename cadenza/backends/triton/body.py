@@ -227,11 +227,11 @@ def _compared(node: Node, texts: list[str]) -> list[str]:
     kinds = [i.type.kind for i in node.inputs]
     found = []
     for value, text, other in zip(node.inputs, texts, reversed(kinds), strict=True):
-        constant = value.attributes["value"] if value.op is Op.CONSTANT else None
-        whole = constant is not None and float(constant).is_integer()
-        if whole and other == INTEGER:
-            found.append(number(int(constant)))  # type: ignore[arg-type]
-        elif value.type.kind == BOOLEAN and constant is None:
+        if value.op is Op.CONSTANT:
+            constant = float(value.attributes["value"])
+            whole = other == INTEGER and constant.is_integer()
+            found.append(number(int(constant)) if whole else text)
+        elif value.type.kind == BOOLEAN:
             found.append(f"{text}.to(tl.float32)")
         else:
             found.append(text)

@@ -9,12 +9,12 @@ such a run and the steps from its index to that of the value's columns.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cadenza.core.ir import Node
 from cadenza.core.ops import Op
 
-Step = tuple[str, int] | tuple[str, int, int]
+Step = tuple[Any, ...]  # its kind, then one number or two
 
 
 class Unsupported(Exception):
@@ -40,9 +40,9 @@ class Frame(NamedTuple):
             steps = steps[:-1]
         return Frame(self.run, (*steps, ("mod", count)))
 
-    def then(self, *step: int | str) -> Frame:
+    def then(self, kind: str, *counts: int) -> Frame:
         """The frame after another step."""
-        return Frame(self.run, (*self.steps, step))  # type: ignore[arg-type]
+        return Frame(self.run, (*self.steps, (kind, *counts)))
 
     @property
     def shift(self) -> int | None:

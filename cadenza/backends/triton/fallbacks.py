@@ -10,7 +10,7 @@ from cadenza.backends.triton.memory import Memory, Step
 from cadenza.core.ir import Node
 
 if TYPE_CHECKING:
-    from cadenza.backends.triton.executable import Program
+    from cadenza.backends.triton.program import Program
 
 Tensor = torch.Tensor
 

@@ -31,7 +31,7 @@ from cadenza.core.ops import Op
 from cadenza.core.plan import Kernel
 
 if TYPE_CHECKING:
-    from cadenza.backends.triton.executable import Program
+    from cadenza.backends.triton.program import Program
 
 Tensor = torch.Tensor
 REGISTERS = 168  # a thread of 384: then 240 for both consumers and 24 for the producer

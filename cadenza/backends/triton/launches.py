@@ -20,7 +20,7 @@ from cadenza.core.plan import Kernel
 from cadenza.core.readiness import is_vector
 
 if TYPE_CHECKING:
-    from cadenza.backends.triton.executable import Program
+    from cadenza.backends.triton.program import Program
 
 Tensor = torch.Tensor
 TYPES = {

@@ -11,7 +11,7 @@ from cadenza.core.ir import Node
 from cadenza.core.readiness import is_vector
 
 if TYPE_CHECKING:
-    from cadenza.backends.triton.executable import Program
+    from cadenza.backends.triton.program import Program
 
 
 class VectorProduct(Step):
