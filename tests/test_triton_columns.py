@@ -11,8 +11,8 @@ import torch
 from triton_plans import cz_program, trials
 
 from cadenza import lang as L
-from cadenza.backends.triton.tile import STEPS
 from cadenza.backends.triton.columns import ROWS, Frame, Layout, Space, Spaces
+from cadenza.backends.triton.tile import STEPS
 from cadenza.core.ir import Graph, Node
 from cadenza.core.ops import Op
 

@@ -40,6 +40,8 @@ USUAL = [
     Configuration(BM=128, BN=64, BK=64, warps=4, stages=3, parts=1, boxes=BOTH),
     Configuration(BM=128, BN=256, BK=32, warps=8, stages=4, parts=2, descriptors=False),
     Configuration(BM=128, BN=256, BK=64, warps=8, stages=4, parts=8, group=4),
+    Configuration(BM=128, BN=128, BK=64, stages=6, parts=4, pingpong=True),
+    Configuration(BM=192, BN=128, BK=64, stages=5, parts=4, pingpong=True),
 ]
 SLICES = len(USUAL)
 

@@ -24,7 +24,8 @@ class Configuration:
 
     `group` is how many row tiles are taken together; `descriptors` whether operands are brought
     in by tensor descriptors where the device and the operands allow it, `boxes` which of an
-    epilogue's matrices ("load", "store") are moved so too.
+    epilogue's matrices ("load", "store") are moved so too. `pingpong` is Hopper's template, whose
+    epilogues run under the next tile's product; what it can't take goes to the usual one.
     """
 
     BM: int = 128
@@ -36,6 +37,7 @@ class Configuration:
     group: int = 8
     descriptors: bool = True
     boxes: tuple[str, ...] = ()
+    pingpong: bool = False
 
     def fitted(self, lanes: int, unit: int) -> Configuration | None:
         """The configuration with parts that hold whole groups of `unit` columns; None if none."""
@@ -107,12 +109,10 @@ def default(facts: Facts, target: Target) -> Configuration:
         return INTERPRETED
     cuts = DEFAULTS[_family(target)]
     if facts.unit > 1:
-        few = facts.itemsize == 4
-        cut = replace(cuts.grouped, BM=32, BK=32, stages=2) if few else cuts.grouped
-    elif facts.itemsize == 4 and target.tf32:
-        cut = replace(cuts.heavy, BK=32)
+        cut = cuts.whole_grouped if facts.itemsize == 4 else cuts.grouped
     elif facts.itemsize == 4:
-        cut = cuts.whole
+        rounded = target.tf32 and target.backend == "cuda"
+        cut = replace(cuts.heavy, BK=32) if rounded else cuts.whole
     elif facts.near:
         cut = cuts.near
     else:
@@ -151,7 +151,8 @@ class Defaults(NamedTuple):
     """A target's defaults: by the weight of the epilogue up to which each holds, lightest first.
 
     `heavy` is for those above, `near` for pairs within a tile, `grouped` for sums over groups of
-    columns, `whole` for products of float32 that are not rounded to tf32.
+    columns, `whole` for products of float32 that are not rounded to tf32, `whole_grouped` for
+    float32 with such sums.
     """
 
     steps: tuple[tuple[int, Configuration], ...]
@@ -159,6 +160,7 @@ class Defaults(NamedTuple):
     near: Configuration
     grouped: Configuration
     whole: Configuration
+    whole_grouped: Configuration
 
 
 def _family(target: Target) -> str:
@@ -175,7 +177,8 @@ INTERPRETED = Configuration(BM=16, BN=64, BK=16, warps=4, stages=2)
 DEFAULTS = {
     "hopper": Defaults(
         (
-            (3, Configuration(128, 256, 64, warps=8, stages=3, parts=2)),
+            (2, Configuration(128, 256, 64, warps=8, stages=3, parts=2)),
+            (3, Configuration(128, 256, 64, warps=8, stages=3, parts=4)),
             (8, Configuration(128, 256, 64, warps=8, stages=3, parts=8, boxes=("load",))),
             (10, Configuration(128, 128, 64, warps=8, stages=4, parts=4)),
         ),
@@ -183,6 +186,7 @@ DEFAULTS = {
         near=Configuration(128, 128, 64, warps=8, stages=4, parts=2, boxes=("load",)),
         grouped=Configuration(64, 128, 64, warps=8, stages=4),
         whole=Configuration(64, 64, 32, warps=4, stages=2, parts=2),
+        whole_grouped=Configuration(32, 128, 32, warps=4, stages=2),
     ),
     "ampere": Defaults(
         (
@@ -193,6 +197,7 @@ DEFAULTS = {
         near=Configuration(128, 128, 32, warps=8, stages=4, parts=2),
         grouped=Configuration(64, 128, 64, warps=8, stages=3),
         whole=Configuration(64, 64, 32, warps=4, stages=2, parts=2),
+        whole_grouped=Configuration(32, 128, 32, warps=4, stages=2),
     ),
     "workstation": Defaults(
         (
@@ -203,6 +208,7 @@ DEFAULTS = {
         near=Configuration(128, 128, 32, warps=8, stages=3, parts=2, boxes=("load",)),
         grouped=Configuration(64, 128, 64, warps=8, stages=3),
         whole=Configuration(64, 64, 32, warps=4, stages=2, parts=2),
+        whole_grouped=Configuration(32, 128, 32, warps=4, stages=2),
     ),
     "amd": Defaults(
         ((3, Configuration(128, 128, 32, warps=8, stages=2)),),
@@ -210,5 +216,6 @@ DEFAULTS = {
         near=Configuration(128, 64, 64, warps=8, stages=2),
         grouped=Configuration(64, 128, 64, warps=8, stages=2),
         whole=Configuration(64, 64, 32, warps=4, stages=2),
+        whole_grouped=Configuration(16, 128, 32, warps=4, stages=2),
     ),
 }

@@ -250,7 +250,8 @@ def merged_online(top, total, top_b, total_b):
 def wrapped(start, SHIFT: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
     """Columns from start + SHIFT on modulo COUNT, a run where it stays one; WIDTH divides start."""
     if COUNT % WIDTH == 0 and SHIFT % WIDTH == 0:
-        return ((start + SHIFT) % COUNT) + tl.arange(0, WIDTH)
+        first = start + SHIFT
+        return (first - first // COUNT * COUNT) + tl.arange(0, WIDTH)  # % would hide the run
     else:
         return (start + SHIFT + tl.arange(0, WIDTH)) % COUNT
 
@@ -261,7 +262,7 @@ def lane(start, WIDTH: tl.constexpr, INNER: tl.constexpr, PART: tl.constexpr, WH
     if WHOLE:
         return start + PART * INNER + tl.arange(0, WIDTH)
     elif INNER % WIDTH == 0:
-        first = (start // INNER) * (2 * INNER) + PART * INNER + start % INNER
+        first = start + (start // INNER) * INNER + PART * INNER
         return first + tl.arange(0, WIDTH)
     else:
         half = start + tl.arange(0, WIDTH)

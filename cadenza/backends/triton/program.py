@@ -26,6 +26,7 @@ from cadenza.backends.triton.body import Body
 from cadenza.backends.triton.columns import Layout, Unsupported
 from cadenza.backends.triton.configuration import Configuration, Facts, default, strip
 from cadenza.backends.triton.fallbacks import LibraryProduct, ReferenceKernel, ReferenceVector
+from cadenza.backends.triton.gluon_launch import GluonLaunch
 from cadenza.backends.triton.launches import Launch, PointwiseLaunch, ProductLaunch, VectorLaunch
 from cadenza.backends.triton.memory import Memory, Step
 from cadenza.backends.triton.source import pointwise_source, product_source, vector_source
@@ -181,12 +182,30 @@ class Program:
             raise Unsupported(f"a product of {self.dtypes[left]} and {self.dtypes[right]}")
         if self.dtypes[left] == torch.float32 and self.target.backend and not self.target.tf32:
             raise Unsupported("float32 is multiplied by torch, unless it allows tf32")
+        cut = self.choose(kernel) if self.choose else None
+        if cut is not None and cut.pingpong and self.target.name == "sm_90":
+            try:
+                return [self._pingpong(kernel, cut)]
+            except Unsupported:
+                cut = replace(cut, pingpong=False)
+        return [self._persistent(kernel, cut)]
+
+    def _pingpong(self, kernel: Kernel, cut: Configuration) -> GluonLaunch:
+        """Hopper's template; where operands can't be described the usual one runs instead."""
+        usual = replace(cut, BM=128, BN=128, warps=8, stages=3, boxes=(), pingpong=False)
+        body = self._body(kernel, layout_of(kernel))
+        return GluonLaunch(self._persistent(kernel, usual), kernel, body, self._text(kernel), cut)
+
+    def _persistent(self, kernel: Kernel, cut: Configuration | None) -> ProductLaunch:
+        """The template for every device, by default as its target has it."""
+        assert kernel.product is not None
+        left = kernel.product.inputs[0]
         layout = layout_of(kernel)
         trial = self._body(kernel, layout)
         natural = False
         source = product_source(trial, "", "", 1, natural, None)  # tells the unit of its columns
         facts = Facts.of(source, kernel.product, self.dtypes[left].itemsize)
-        cut = self.choose(kernel) if self.choose else default(facts, self.target)
+        cut = cut or default(facts, self.target)
         fitted = cut.fitted(layout.lanes, source.unit)
         if fitted is None:
             raise Unsupported(f"groups of {source.unit} columns in one part of a tile")
@@ -199,7 +218,7 @@ class Program:
         launch = ProductLaunch(source, self, kernel, fitted, natural)
         title, text = self._text(kernel)
         launch.source = product_source(body, title, text, fitted.parts, natural, launch.depth)
-        return [launch]
+        return launch
 
     def _text(self, kernel: Kernel) -> tuple[str, str]:
         found = self.texts.get(kernel)
