@@ -32,9 +32,10 @@ class LibraryProduct(Step):
 
 def library_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b summed in float32 and rounded once to `dtype`."""
-    if dtype == a.dtype:
+    if a.dtype == b.dtype == dtype:
         return torch.mm(a, b)
-    if a.is_cuda and dtype == torch.float32 and a.dtype in (torch.float16, torch.bfloat16):
+    half = a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16)
+    if a.is_cuda and half and dtype == torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a.float(), b.float()).to(dtype)
 
