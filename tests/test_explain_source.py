@@ -95,7 +95,7 @@ def test_json_has_the_sources(explained, tmp_path):
 
 def test_a_vector_product_is_a_fixed_kernel(explained):
     said = explained("gpt2 --source FV1")
-    assert said == "# FV1: by the fixed kernel in cadenza/backends/triton/vector_kernel.py\n"
+    assert said == "# FV1: by the fixed kernel in cadenza/backends/triton/templates/vector_kernel.py\n"
     assert (ROOT / said.split()[-1]).is_file()
 
 

@@ -21,7 +21,6 @@ import torch
 from planned import large_call
 
 from cadenza import lang as L
-from cadenza.backends.triton import device, gluon_device
 from cadenza.backends.triton.arguments import Arguments, Vectors
 from cadenza.backends.triton.body import Body
 from cadenza.backends.triton.columns import Layout, Unsupported
@@ -33,6 +32,7 @@ from cadenza.backends.triton.launches import ProductLaunch
 from cadenza.backends.triton.memory import Memory
 from cadenza.backends.triton.program import Program, layout_of
 from cadenza.backends.triton.target import Target
+from cadenza.backends.triton.templates import device, gluon_device
 from cadenza.core.pipeline import compile_program
 from cadenza.core.plan import Plan
 from cadenza.core.trace import Operand, Signature

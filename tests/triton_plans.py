@@ -21,11 +21,11 @@ from triton.runtime import interpreter
 
 import cadenza as cz
 from cadenza.backends import reference
-from cadenza.backends.triton import device
 from cadenza.backends.triton.configuration import Configuration
 from cadenza.backends.triton.executable import Executable
 from cadenza.backends.triton.launch import Launcher
 from cadenza.backends.triton.memory import Memory, Step
+from cadenza.backends.triton.templates import device
 from cadenza.core.ops import REAL
 from cadenza.core.pipeline import Pair, compile_program
 from cadenza.core.plan import Kernel, Plan

@@ -33,7 +33,7 @@ HEADER = '''"""{said}"""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from cadenza.backends.triton import gluon_device as device
+from cadenza.backends.triton.templates import gluon_device as device
 
 '''
 

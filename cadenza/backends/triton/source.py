@@ -22,7 +22,7 @@ HEADER = '''"""{said}"""
 import triton
 import triton.language as tl
 
-from cadenza.backends.triton import device
+from cadenza.backends.triton.templates import device
 
 '''
 

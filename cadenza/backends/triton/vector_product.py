@@ -31,7 +31,7 @@ class VectorProduct(Step):
     def launcher(self, along: bool) -> Launcher:
         """The kernel, for matrices summed along their rows in memory or across."""
         if along not in self.launchers:
-            from cadenza.backends.triton.vector_kernel import kernel
+            from cadenza.backends.triton.templates.vector_kernel import kernel
 
             constants: dict[str, Any] = {"ALONG": along, "BN": 16 if along else 64, "BK": 128}
             self.launchers[along] = Launcher(kernel, constants, {"num_warps": 4})

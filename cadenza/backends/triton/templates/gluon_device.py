@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cadenza.backends.triton import device
-from cadenza.backends.triton.device import (
+from cadenza.backends.triton.templates import device
+from cadenza.backends.triton.templates.device import (
     halves,
     largest,
     maximum,

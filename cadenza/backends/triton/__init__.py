@@ -1,0 +1,1 @@
+"""The Triton back end: plans as kernels for any GPU that Triton drives."""

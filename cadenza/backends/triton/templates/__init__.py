@@ -1,0 +1,1 @@
+"""The fixed text of kernels: device functions that emitted modules call."""
