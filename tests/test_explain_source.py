@@ -95,7 +95,9 @@ def test_json_has_the_sources(explained, tmp_path):
 
 def test_a_vector_product_is_a_fixed_kernel(explained):
     said = explained("gpt2 --source FV1")
-    assert said == "# FV1: by the fixed kernel in cadenza/backends/triton/templates/vector_kernel.py\n"
+    assert (
+        said == "# FV1: by the fixed kernel in cadenza/backends/triton/templates/vector_kernel.py\n"
+    )
     assert (ROOT / said.split()[-1]).is_file()
 
 
@@ -166,6 +168,7 @@ sys.exit(main(["explain", "gpt2", "--source"]))
 """
 
 
+@pytest.mark.slow
 def test_neither_triton_nor_a_gpu_is_needed():
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRITON], cwd=ROOT, capture_output=True, encoding="utf-8"

@@ -8,6 +8,7 @@ failing example replays from its repr: `check_block(BlockRecipe(...), tile, froz
 import random
 from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -123,6 +124,7 @@ def test_no_more_products_than_the_textbook(recipe, frozen):
     check_products(recipe, frozen)
 
 
+@pytest.mark.slow
 @settings(max_examples=FEWER)
 @given(
     recipe=block_recipes(),

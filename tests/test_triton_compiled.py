@@ -33,6 +33,7 @@ def test_every_kernel_of_every_block_fits_every_target(tmp_path: Path) -> None:
     assert_fits(found)
 
 
+@pytest.mark.slow
 def test_a_kernel_fits_every_target(tmp_path: Path) -> None:
     found = reports([Task(name, "bfloat16", ["llama-mlp"], 1) for name in NAMES], tmp_path)
     assert sorted(f.target for f in found) == sorted(NAMES)

@@ -150,6 +150,7 @@ def assert_fits(found: Sequence[Compiled]) -> None:
 REPRESENTATIVE = [("llama-mlp", "bfloat16", number) for number in (0, 3, 4)]
 
 
+@pytest.mark.slow
 def test_a_kernel_of_every_layout_compiles_for_hopper(tmp_path: Path) -> None:
     found = compiled(REPRESENTATIVE, tmp_path)
     assert len(found) == len(REPRESENTATIVE)

@@ -246,6 +246,7 @@ for n in [*range(start, COUNT), *range(start)]:
 """
 
 
+@pytest.mark.slow
 def test_several_processes_write_at_once(cache):
     def started(first):
         command = [sys.executable, "-c", WRITER, str(first)]

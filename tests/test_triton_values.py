@@ -152,6 +152,7 @@ def check_block(recipe: BlockRecipe, frozen: set[int], cut: Configuration) -> No
         saved = check(trial, cut=cut, floor=10.0).outputs
 
 
+@pytest.mark.slow
 @settings(max_examples=FEWER)
 @given(recipe=block_recipes(), frozen=frozen_sets, cut=cuts)
 def test_random_blocks_agree(recipe, frozen, cut):

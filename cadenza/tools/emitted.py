@@ -100,7 +100,10 @@ def _instead(step: Step) -> tuple[str, bool]:
         case ReferenceKernel() | ReferenceVector():
             return f"by torch, step by step: {reason}", True
         case VectorProduct():
-            return "by the fixed kernel in cadenza/backends/triton/templates/vector_kernel.py", False
+            return (
+                "by the fixed kernel in cadenza/backends/triton/templates/vector_kernel.py",
+                False,
+            )
     return "", False
 
 
