@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.backends import reference
+from cadenza.backends.triton import launch
 from cadenza.backends.triton.executable import Executable
 from cadenza.backends.triton.fallbacks import LibraryProduct
 from cadenza.backends.triton.launch import Descriptor
@@ -114,3 +115,17 @@ def test_the_library_path_gives_the_same_values(name):
         expected = reference.compile_plan(plan)(inputs, 19)
         for found, exact in zip(by_library(inputs, 19), expected, strict=True):
             torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("release", ["3.5.1", "3.7.0", "3.9.0", "4.0.0"])
+def test_a_launcher_of_another_release_is_never_called_directly(release, monkeypatch):
+    class CudaLauncher:
+        launch = staticmethod(print)  # a function in C
+
+    class Kernel:
+        run, metadata = CudaLauncher(), None
+
+    monkeypatch.setattr(launch, "version", lambda: "3.6.0")
+    assert launch._raw(Kernel) == (print, ())
+    monkeypatch.setattr(launch, "version", lambda: release)
+    assert launch._raw(Kernel) == (None, ())

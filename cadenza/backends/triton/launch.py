@@ -19,6 +19,7 @@ from cadenza.core.errors import BackEndError
 
 Tensor = torch.Tensor
 KEPT_MAPS = 4096
+KNOWN = ("3.6.",)  # releases of Triton whose launcher is called directly
 WIDE = 2**31  # whole numbers from here on are passed in 64 bits
 
 
@@ -170,12 +171,21 @@ def _hooked() -> bool:
     return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
+def version() -> str:
+    """Triton's version."""
+    import triton  # loaded where kernels are launched
+
+    return str(triton.__version__)
+
+
 def _raw(kernel: Any) -> tuple[Any, Sequence[Any]]:
     """The C function that launches, and the metadata of its tensor maps; None if it is unknown.
 
     Triton 3.6: `run` is a CudaLauncher whose `launch` is the C function, or wraps it where there
     are descriptors.
     """
+    if not version().startswith(KNOWN):  # another release passes arguments in another order
+        return None, ()
     launch = getattr(kernel.run, "launch", None)
     maps = getattr(kernel.metadata, "tensordesc_meta", None) or ()
     if launch is None or type(kernel.run).__name__ != "CudaLauncher":
