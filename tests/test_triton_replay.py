@@ -5,6 +5,9 @@ the reference back end.
 """
 
 import itertools
+import os
+import subprocess
+import sys
 
 import planned
 import pytest
@@ -129,3 +132,22 @@ def test_a_launcher_of_another_release_is_never_called_directly(release, monkeyp
     assert launch._raw(Kernel) == (print, ())
     monkeypatch.setattr(launch, "version", lambda: release)
     assert launch._raw(Kernel) == (None, ())
+
+
+def test_what_no_template_makes_is_logged_with_its_reason(caplog):
+    pair = planned.call("qwen3", 5, torch.float32).pair()
+    with caplog.at_level("INFO", logger="cadenza"):
+        Program(pair.forward_plan)
+    assert caplog.messages == ["program: a ReferenceKernel: groups of 6 columns: not a power of two"]
+
+
+def test_the_log_is_said_where_the_environment_asks_for_it():
+    code = "import logging, cadenza.backends; logging.getLogger('cadenza').info('heard')"
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "CADENZA_LOG": level}, check=True,
+            capture_output=True, text=True,
+        ).stderr
+        for level in ("info", "warning", "")
+    ]  # fmt: skip
+    assert said == ["heard\n", "", ""]

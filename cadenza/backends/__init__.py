@@ -23,6 +23,9 @@ from cadenza.core.plan_text import PairText
 Tensor = torch.Tensor
 NAMES = ("auto", "reference", "triton")
 log = logging.getLogger("cadenza")
+if os.environ.get("CADENZA_LOG"):  # debug, info, warning: said on standard error
+    log.setLevel(os.environ["CADENZA_LOG"].upper())
+    log.addHandler(logging.StreamHandler())
 
 
 def chosen(name: str | None) -> str:

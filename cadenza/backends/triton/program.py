@@ -6,6 +6,7 @@ none can make runs as the reference back end runs it. The reason is kept in the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -41,6 +42,7 @@ from cadenza.core.schedule import ROW_LIMIT
 from cadenza.core.storage import dtypes_of
 
 Tensor = torch.Tensor
+log = logging.getLogger("cadenza")
 LARGEST = (Op.ROW_MAX, Op.COLUMN_MAX, Op.GROUP_MAX)
 Choose = Callable[[Kernel], Configuration]
 FEW = 16  # a kernel merges this many partials of a row itself
@@ -93,6 +95,14 @@ class Program:
         for output in plan.graph.outputs:
             if is_vector(output):
                 self._need(output, output=True)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Logs what no template makes, and why: once for a plan and a target."""
+        for step in self.steps:
+            if step.reason:
+                reason = "; ".join(dict.fromkeys(step.reason.split("; ")))
+                log.info("%s: a %s: %s", self.plan.graph.name, type(step).__name__, reason)
 
     @cached_property
     def plain(self) -> reference.Executable:
