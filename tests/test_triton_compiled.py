@@ -14,7 +14,7 @@ from cadenza.backends.triton.configuration import Facts, default, strip
 from cadenza.backends.triton.target import INTERPRETER, TARGETS, Target
 
 NAMES = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
-LARGE = Facts(2, 1, near=False, lanes=1, unit=1, M=None, N=4096, K=4096)
+LARGE = Facts(2, 1, near=False, half=False, lanes=1, unit=1, M=None, N=4096, K=4096)
 
 
 def assert_fits(found: list[Compiled]) -> None:

@@ -7,7 +7,6 @@ compiles every kernel of every built-in block with it.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,14 +64,16 @@ class Strip:
 class Facts(NamedTuple):
     """What the default of a product kernel depends on.
 
-    `itemsize` is the bytes of an operand's number; `weight` how much the epilogue holds at once;
-    `near` whether columns are paired within a tile; `lanes` and `unit` are the source's. M, N and K
-    are the product's sizes, None where only a call knows them.
+    `itemsize` is the bytes of an operand's number; `weight` how many matrices, vectors and
+    partials its epilogue moves; `near` whether columns are paired within a tile, `half` whether the
+    product is joined to pairs; `lanes` and `unit` are the source's. M, N and K are the product's
+    sizes, None where only a call knows them.
     """
 
     itemsize: int
     weight: int
     near: bool
+    half: bool
     lanes: int
     unit: int
     M: int | None
@@ -88,19 +89,15 @@ class Facts(NamedTuple):
         depth = _known(left.type.rows if turned else left.type.columns)
         near = layout.lanes == 2 and 2 * int(layout.pairs or 0) < layout.width
         assert columns is not None
+        weight = len(source.arguments)
         return Facts(
-            itemsize, _weight(source), near, layout.lanes, source.unit, rows, columns, depth
-        )
+            itemsize, weight, near, layout.product_is_half, layout.lanes, source.unit,
+            rows, columns, depth,
+        )  # fmt: skip
 
 
 def _known(size: Any) -> int | None:
     return int(size) if isinstance(size, int) else None
-
-
-def _weight(source: Source) -> int:
-    """How many matrices and vectors an epilogue moves; twice that where it fills two lanes."""
-    roles = Counter(argument.role for argument in source.arguments)
-    return sum(roles.values()) * (2 if source.layout.product_is_half else 1)
 
 
 def default(facts: Facts, target: Target) -> Configuration:
@@ -113,8 +110,8 @@ def default(facts: Facts, target: Target) -> Configuration:
     elif facts.itemsize == 4:
         rounded = target.tf32 and target.backend == "cuda"
         cut = replace(cuts.heavy, BK=32) if rounded else cuts.whole
-    elif facts.near:
-        cut = cuts.near
+    elif facts.near or facts.half:
+        cut = cuts.near if facts.near else cuts.half
     else:
         cut = next((c for most, c in cuts.steps if facts.weight <= most), cuts.heavy)
     return _shrunk(cut, facts)
@@ -150,7 +147,8 @@ def strip(width: int, unit: int, holds: bool) -> Strip:
 class Defaults(NamedTuple):
     """A target's defaults: by the weight of the epilogue up to which each holds, lightest first.
 
-    `heavy` is for those above, `near` for pairs within a tile, `grouped` for sums over groups of
+    `heavy` is for those above, `near` for pairs within a tile, `half` for a product that is joined
+    to pairs, `grouped` for sums over groups of
     columns, `whole` for products of float32 that are not rounded to tf32, `whole_grouped` for
     float32 with such sums.
     """
@@ -158,6 +156,7 @@ class Defaults(NamedTuple):
     steps: tuple[tuple[int, Configuration], ...]
     heavy: Configuration
     near: Configuration
+    half: Configuration
     grouped: Configuration
     whole: Configuration
     whole_grouped: Configuration
@@ -168,7 +167,7 @@ def _family(target: Target) -> str:
     if target.backend == "hip":
         return "amd"
     if isinstance(target.arch, int) and 90 <= target.arch < 120:
-        return "hopper"
+        return "hopper" if target.arch < 100 else "blackwell"
     return "ampere" if target.shared > 160_000 else "workstation"
 
 
@@ -180,11 +179,12 @@ DEFAULTS = {
             (2, Configuration(128, 256, 64, warps=8, stages=3, parts=2)),
             (3, Configuration(128, 256, 64, warps=8, stages=3, parts=4)),
             (8, Configuration(128, 256, 64, warps=8, stages=3, parts=8, boxes=("load",))),
-            (10, Configuration(128, 128, 64, warps=8, stages=4, parts=4)),
         ),
         heavy=Configuration(128, 128, 64, warps=8, stages=4, parts=4, boxes=("load",)),
         near=Configuration(128, 128, 64, warps=8, stages=4, parts=2, boxes=("load",)),
-        grouped=Configuration(64, 128, 64, warps=8, stages=4),
+        # An H200 reads the saved halves faster by pointers.
+        half=Configuration(128, 128, 64, warps=8, stages=4, parts=4),
+        grouped=Configuration(128, 128, 64, warps=8, stages=4, boxes=("load",)),
         whole=Configuration(64, 64, 32, warps=4, stages=2, parts=2),
         whole_grouped=Configuration(32, 128, 32, warps=4, stages=2),
     ),
@@ -195,6 +195,7 @@ DEFAULTS = {
         ),
         heavy=Configuration(128, 64, 64, warps=8, stages=3, parts=2),
         near=Configuration(128, 128, 32, warps=8, stages=4, parts=2),
+        half=Configuration(128, 64, 64, warps=8, stages=3, parts=2),
         grouped=Configuration(64, 128, 64, warps=8, stages=3),
         whole=Configuration(64, 64, 32, warps=4, stages=2, parts=2),
         whole_grouped=Configuration(32, 128, 32, warps=4, stages=2),
@@ -206,6 +207,7 @@ DEFAULTS = {
         ),
         heavy=Configuration(128, 64, 64, warps=8, stages=3, parts=2),
         near=Configuration(128, 128, 32, warps=8, stages=3, parts=2, boxes=("load",)),
+        half=Configuration(128, 64, 64, warps=8, stages=3, parts=2),
         grouped=Configuration(64, 128, 64, warps=8, stages=3),
         whole=Configuration(64, 64, 32, warps=4, stages=2, parts=2),
         whole_grouped=Configuration(32, 128, 32, warps=4, stages=2),
@@ -214,8 +216,12 @@ DEFAULTS = {
         ((3, Configuration(128, 128, 32, warps=8, stages=2)),),
         heavy=Configuration(128, 64, 64, warps=8, stages=2),
         near=Configuration(128, 64, 64, warps=8, stages=2),
+        half=Configuration(128, 64, 64, warps=8, stages=2),
         grouped=Configuration(64, 128, 64, warps=8, stages=2),
         whole=Configuration(64, 64, 32, warps=4, stages=2),
         whole_grouped=Configuration(16, 128, 32, warps=4, stages=2),
     ),
 }
+DEFAULTS["blackwell"] = DEFAULTS["hopper"]._replace(
+    grouped=Configuration(32, 128, 64, warps=8, stages=4)
+)
