@@ -200,18 +200,6 @@ DEFAULTS = {
         whole=Configuration(64, 64, 32, warps=4, stages=2, parts=2),
         whole_grouped=Configuration(32, 128, 32, warps=4, stages=2),
     ),
-    "workstation": Defaults(
-        (
-            (1, Configuration(128, 256, 32, warps=8, stages=3, parts=2)),
-            (8, Configuration(128, 128, 32, warps=8, stages=3, parts=2)),
-        ),
-        heavy=Configuration(128, 64, 64, warps=8, stages=3, parts=2),
-        near=Configuration(128, 128, 32, warps=8, stages=3, parts=2, boxes=("load",)),
-        half=Configuration(128, 64, 64, warps=8, stages=3, parts=2),
-        grouped=Configuration(64, 128, 64, warps=8, stages=3),
-        whole=Configuration(64, 64, 32, warps=4, stages=2, parts=2),
-        whole_grouped=Configuration(32, 128, 32, warps=4, stages=2),
-    ),
     "amd": Defaults(
         ((3, Configuration(128, 128, 32, warps=8, stages=2)),),
         heavy=Configuration(128, 64, 64, warps=8, stages=2),
@@ -222,6 +210,13 @@ DEFAULTS = {
         whole_grouped=Configuration(16, 128, 32, warps=4, stages=2),
     ),
 }
+DEFAULTS["workstation"] = DEFAULTS["ampere"]._replace(
+    steps=(
+        (1, Configuration(128, 256, 32, warps=8, stages=3, parts=2)),
+        (8, Configuration(128, 128, 32, warps=8, stages=3, parts=2)),
+    ),
+    near=Configuration(128, 128, 32, warps=8, stages=3, parts=2, boxes=("load",)),
+)
 DEFAULTS["blackwell"] = DEFAULTS["hopper"]._replace(
     grouped=Configuration(32, 128, 64, warps=8, stages=4)
 )

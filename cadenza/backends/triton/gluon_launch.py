@@ -134,7 +134,7 @@ class GluonLaunch(ProductLaunch):
             "TA": ta, "TB": tb,
         }  # fmt: skip
 
-    def options(self) -> dict[str, Any]:
+    def resources(self) -> dict[str, Any]:
         return {"num_warps": 4, "maxnreg": REGISTERS}
 
 

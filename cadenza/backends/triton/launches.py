@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -62,8 +63,7 @@ class Launch(Step):
         key = tuple(variant.values())
         if key not in self.launchers:
             constants = self.constants() | variant
-            options = self.options() | {"enable_fp_fusion": self.plan.fuses}
-            self.launchers[key] = Launcher(self.function, constants, options)
+            self.launchers[key] = Launcher(self.function, constants, self.options())
         return self.launchers[key]
 
     def arguments(self, memory: Memory) -> list[Argument]:
@@ -107,8 +107,8 @@ class Launch(Step):
         return tensor
 
     def tiles(self, memory: Memory, node: Node) -> int:
-        """How many partials of a reduction the kernel leaves."""
-        raise NotImplementedError
+        """How many partials of a reduction the kernel leaves: one, unless its tiles are several."""
+        return 1
 
     # --- compiling without a device ---------------------------------------------------------------
 
@@ -124,13 +124,17 @@ class Launch(Step):
         types |= {f"{a.name}_tiles": "i32" for a in given if a.role == "partial"}
         return types | {"ROWS": "i32"}
 
+    @abstractmethod
     def constants(self, descriptors: bool = False) -> dict[str, Any]:
         """The function's parameters that are constants."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def resources(self) -> dict[str, Any]:
+        """Warps, stages and registers."""
 
     def options(self) -> dict[str, Any]:
-        """Warps, stages and what else the compiler is told."""
-        raise NotImplementedError
+        """All that the compiler is told."""
+        return self.resources() | {"enable_fp_fusion": self.plan.fuses}
 
 
 class ProductLaunch(Launch):
@@ -275,7 +279,7 @@ class ProductLaunch(Launch):
         role = next(a.role for a in self.source.arguments if a.name == name)
         return name in self.source.movable and role in self.configuration.boxes
 
-    def options(self) -> dict[str, Any]:
+    def resources(self) -> dict[str, Any]:
         return {"num_warps": self.configuration.warps, "num_stages": self.configuration.stages}
 
 
@@ -322,7 +326,7 @@ class PointwiseLaunch(Launch):
     def constants(self, descriptors: bool = False) -> dict[str, Any]:
         return {"BM": self.strip.BM, "W": self.strip.W}
 
-    def options(self) -> dict[str, Any]:
+    def resources(self) -> dict[str, Any]:
         return {"num_warps": self.strip.warps}
 
 
@@ -341,5 +345,5 @@ class VectorLaunch(Launch):
     def constants(self, descriptors: bool = False) -> dict[str, Any]:
         return {"BM": self.BLOCK}
 
-    def options(self) -> dict[str, Any]:
+    def resources(self) -> dict[str, Any]:
         return {"num_warps": 4}

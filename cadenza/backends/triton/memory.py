@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,13 +49,13 @@ class Memory:
             self.recording.launches.append((launcher, grid, given))
 
 
-class Step:
+class Step(ABC):
     """One thing that is done; `reason` says why it is not a template's kernel."""
 
     reason = ""
     recorded = False  # whether it only allocates and launches through Memory
     source: Source | None = None
 
+    @abstractmethod
     def run(self, memory: Memory) -> None:
         """Does it."""
-        raise NotImplementedError
