@@ -20,7 +20,7 @@ from cadenza.core.readiness import is_product
 from cadenza.core.storage import dtypes_of
 from cadenza.core.trace import Operand, Signature, undecided
 from cadenza.library.blocks import BUILT_IN
-from cadenza.library.operands import as_matrix, describe
+from cadenza.library.operands import Operands, as_matrix, describe
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
@@ -88,6 +88,17 @@ def call(name: str, rows: int, dtype: torch.dtype = torch.float64) -> Call:
     return call_of(name, cast(operands(name, rows), dtype))
 
 
+def matrices_of(described: Operands, named: Tensors) -> tuple[Tensors, dict[str, int]]:
+    """The operands of a call as matrices, and the rows of those that were undecided."""
+    tensors, sizes = {}, {}
+    for operand in described.operands:
+        height = described.rows if isinstance(operand.rows, str) else operand.rows
+        tensors[operand.name] = as_matrix(named[operand.name], height, operand.columns)
+        if operand.rows == undecided(operand.name):
+            sizes[operand.name] = described.rows
+    return tensors, sizes
+
+
 def call_of(name: str, arguments: Mapping[str, Any]) -> Call:
     """A call of a built-in block with these arguments."""
     block = BUILT_IN[name]
@@ -95,12 +106,7 @@ def call_of(name: str, arguments: Mapping[str, Any]) -> Call:
     constants = {n: v for n, v in arguments.items() if n not in named}
     described = describe(list(named), list(named.values()), block.shapes, constants)
     defaults = {n: v for n, v in block.defaults.items() if n not in named}
-    tensors, sizes = {}, {}
-    for operand in described.operands:
-        height = described.rows if isinstance(operand.rows, str) else operand.rows
-        tensors[operand.name] = as_matrix(named[operand.name], height, operand.columns)
-        if operand.rows == undecided(operand.name):
-            sizes[operand.name] = described.rows
+    tensors, sizes = matrices_of(described, named)
     real = [n for n, t in named.items() if t.is_floating_point() and n not in FROZEN]
     signature = Signature(described.operands, tuple((defaults | constants).items()))
     return Call(block.function, signature, tensors, tuple(real), sizes)

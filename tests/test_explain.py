@@ -1,10 +1,10 @@
 """`cadenza explain`: what it prints, as data and in words, and what it refuses."""
 
-import io
 import json
 import sys
 
 import pytest
+from terminals import STREAMS, as_usual
 
 from cadenza.tools.cli import main
 
@@ -227,18 +227,9 @@ def test_bad_input_is_one_line_and_code_2(capsys, own, line, said):
     assert printed.err.startswith("cadenza: ")
 
 
-class Terminal(io.StringIO):
-    """Takes what is printed, and says that it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(("stream", "coloured"), [(Terminal, True), (io.StringIO, False)])
+@pytest.mark.parametrize(("stream", "coloured"), STREAMS)
 def test_colour_only_on_a_terminal(monkeypatch, stream, coloured):
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
+    as_usual(monkeypatch)
     monkeypatch.setattr(sys, "stdout", stream())
     assert main(["explain", "llama-mlp"]) == 0
     printed = sys.stdout.getvalue()

@@ -1,7 +1,6 @@
 """`cadenza explain --source`: the emitted modules, and what runs where there is none."""
 
 import ast
-import io
 import json
 import re
 import subprocess
@@ -10,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from terminals import STREAMS, as_usual
 
 from cadenza.backends.triton.readable import readable, value_name
 from cadenza.core.cost import GPUS
@@ -116,16 +116,9 @@ def test_bad_input_is_one_line(capsys, line, said):
     assert printed.err.count("\n") == 1
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(("stream", "coloured"), [(Terminal, True), (io.StringIO, False)])
+@pytest.mark.parametrize(("stream", "coloured"), STREAMS)
 def test_colour_only_on_a_terminal(monkeypatch, stream, coloured):
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
+    as_usual(monkeypatch)
     monkeypatch.setattr(sys, "stdout", stream())
     assert main(["explain", "llama-mlp", "--source", "F2"]) == 0
     assert ("\x1b" in sys.stdout.getvalue()) == coloured

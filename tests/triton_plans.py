@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from planned import adjoints_of
+from planned import adjoints_of, matrices_of
 from programs import error_of
 from triton import language as tl
 from triton.runtime import interpreter
@@ -29,9 +29,9 @@ from cadenza.backends.triton.templates import device
 from cadenza.core.ops import REAL
 from cadenza.core.pipeline import Pair, compile_program
 from cadenza.core.plan import Kernel, Plan
-from cadenza.core.trace import Signature, undecided
+from cadenza.core.trace import Signature
 from cadenza.library.function import Program
-from cadenza.library.operands import as_matrix, describe
+from cadenza.library.operands import describe
 
 Tensor = torch.Tensor
 POISON, WHOLE_POISON = 0xFF, -77  # bytes: NaN in every floating dtype, no boolean
@@ -95,12 +95,7 @@ def trials(program: Program, tensors: Mapping[str, Any], backward: bool = True) 
     given = {n: v for n, v in tensors.items() if isinstance(v, Tensor)}
     constants = {n: v for n, v in tensors.items() if n not in given}
     described = describe(list(given), list(given.values()), program.shapes, constants)
-    matrices, sizes = {}, {}
-    for operand in described.operands:
-        height = described.rows if isinstance(operand.rows, str) else operand.rows
-        matrices[operand.name] = as_matrix(given[operand.name], height, operand.columns)
-        if operand.rows == undecided(operand.name):
-            sizes[operand.name] = described.rows
+    matrices, sizes = matrices_of(described, given)
     real = [n for n, t in given.items() if backward and t.is_floating_point()]
     signature = Signature(described.operands, tuple(constants.items()))
     pair = compile_program(program.function, signature, sizes, real)
