@@ -42,16 +42,16 @@ def kind_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] |
     """All of a call's arguments that a compiled program depends on; None if some are special."""
     first, found = None, []
     for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            if type(value) not in PLAIN or value.device.type == "meta":
-                return None
+        if type(value) in PLAIN:
             first = value if first is None else first
             found.append(
                 (value.shape, value.dtype, value.device, value.layout, value.requires_grad)
             )
+        elif isinstance(value, Tensor):
+            return None
         else:
             found.append((type(value), value))
-    if first is None:
+    if first is None or first.is_meta:
         return None
     mode = torch.is_grad_enabled(), autocast_dtype(first), os.environ.get("CADENZA_BACKEND")
     return (*found, len(args), *kwargs, *mode)

@@ -66,7 +66,11 @@ class Report(NamedTuple):
 
 def report(kernel: Compilable, target: Target) -> Report:
     """What the kernel takes when compiled for a target; CompilationError if it can't be."""
-    compiled = compile_for(kernel, target)
+    return report_of(compile_for(kernel, target), target)
+
+
+def report_of(compiled: Any, target: Target) -> Report:
+    """What Triton's compiled kernel takes; CompilationError if its binary can't be read."""
     if target.backend == "hip":
         return _of_amd(compiled.asm["amdgcn"], int(compiled.metadata.shared))
     return _of_nvidia(compiled, target)

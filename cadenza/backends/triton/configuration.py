@@ -25,6 +25,7 @@ class Configuration:
     in by tensor descriptors where the device and the operands allow it, `boxes` which of an
     epilogue's matrices ("load", "store") are moved so too. `pingpong` is Hopper's template, whose
     epilogues run under the next tile's product; what it can't take goes to the usual one.
+    `library` is torch's product instead, with a pointwise kernel behind it.
     """
 
     BM: int = 128
@@ -37,6 +38,7 @@ class Configuration:
     descriptors: bool = True
     boxes: tuple[str, ...] = ()
     pingpong: bool = False
+    library: bool = False
 
     def fitted(self, lanes: int, unit: int) -> Configuration | None:
         """The configuration with parts that hold whole groups of `unit` columns; None if none."""
@@ -104,7 +106,7 @@ def default(facts: Facts, target: Target) -> Configuration:
     """The configuration of a product kernel on a target where none has been measured."""
     if not target.backend:
         return INTERPRETED
-    cuts = DEFAULTS[_family(target)]
+    cuts = DEFAULTS[family(target)]
     if facts.unit > 1:
         cut = cuts.whole_grouped if facts.itemsize == 4 else cuts.grouped
     elif facts.itemsize == 4:
@@ -114,10 +116,10 @@ def default(facts: Facts, target: Target) -> Configuration:
         cut = cuts.near if facts.near else cuts.half
     else:
         cut = next((c for most, c in cuts.steps if facts.weight <= most), cuts.heavy)
-    return _shrunk(cut, facts)
+    return shrunk(cut, facts)
 
 
-def _shrunk(cut: Configuration, facts: Facts) -> Configuration:
+def shrunk(cut: Configuration, facts: Facts) -> Configuration:
     """The configuration for sizes that don't fill it: fewer rows, columns and parts, less depth."""
     BN = min(cut.BN, max(_power(facts.N), 16 * facts.lanes))
     deep = cut.BK * (2 if facts.itemsize == 1 else 1)  # as many bytes
@@ -162,7 +164,7 @@ class Defaults(NamedTuple):
     whole_grouped: Configuration
 
 
-def _family(target: Target) -> str:
+def family(target: Target) -> str:
     """Which defaults a target has."""
     if target.backend == "hip":
         return "amd"

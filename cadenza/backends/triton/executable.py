@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from cadenza.backends.steps import Owner
+from cadenza.backends.triton.launch import NOT_CAPTURED
 from cadenza.backends.triton.memory import Memory
 from cadenza.backends.triton.program import Choose, Program
 from cadenza.backends.triton.replay import Recording, Replay
 from cadenza.backends.triton.replay import replay as make_replay
 from cadenza.backends.triton.target import INTERPRETER, Target
+from cadenza.backends.triton.tuning import choices
+from cadenza.core.errors import BackEndError
 from cadenza.core.ir import Node
 from cadenza.core.plan import Plan
 from cadenza.core.plan_text import PairText
@@ -33,7 +36,8 @@ class Executable:
     ) -> None:  # fmt: skip
         self.plan, self.choose, self.described = plan, choose, described
         self.target = target  # that of the last call, or where none was made the one given
-        self.programs: dict[Target, Program] = {}
+        self.rows = 0  # of the last call, rounded: what was measured holds for as many
+        self.programs: dict[tuple[Target, int], Program] = {}
         self.wide = compute_dtype(plan.graph) == "float64"
         stored = dtypes_of(plan.graph)
         operands = [
@@ -47,11 +51,24 @@ class Executable:
 
     @property
     def program(self) -> Program:
-        """The steps, with the defaults of the target."""
-        if self.target not in self.programs:
+        """The steps for the target and the rows of the last call."""
+        key = self.target, self.rows
+        if key not in self.programs:
             text = self.described() if self.described else None
-            self.programs[self.target] = Program(self.plan, self.choose, text, self.target)
-        return self.programs[self.target]
+            self.programs[key] = Program(self.plan, self.choose, text, self.target)
+        return self.programs[key]
+
+    def _choose(self, tensors: Sequence[Tensor], rows: int) -> None:
+        """Makes the steps for a call's rows, of what was measured or is measured now."""
+        self.rows = choices.rounded(rows)
+        if (self.target, self.rows) in self.programs or self.choose is not None:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise BackEndError(NOT_CAPTURED)
+        text = self.described() if self.described else None
+        setting = choices.Setting.of(self.plan, self.target, tensors, rows)
+        choose = choices.choices(self.plan, text, setting)
+        self.programs[self.target, self.rows] = Program(self.plan, choose, text, self.target)
 
     def __call__(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
         """The outputs, new contiguous tensors, of inputs in the graph's order, each 2-D."""
@@ -71,6 +88,7 @@ class Executable:
         if replay is not None:
             return replay(tensors)
         self.target = replace(Target.of(device), tf32=tf32)
+        self._choose(tensors, rows)
         memory = Memory(rows, device, recording=None if key in self.replays else Recording())
         outputs = self._stepwise(tensors, memory)
         apart = len({t.data_ptr() for t in tensors}) == len(tensors)

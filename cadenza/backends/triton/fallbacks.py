@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +47,11 @@ class ReferenceKernel(Step):
     def __init__(self, plan: Program, position: int, reason: str) -> None:
         self.plan, self.position, self.reason = plan, position, reason
 
+    def made(self) -> Sequence[Node]:
+        """The values that are there afterwards."""
+        kernel = self.plan.plan.kernels[self.position]
+        return (*kernel.stores, *kernel.reductions)
+
     def run(self, memory: Memory) -> None:
         found = self.plan.reference_memory(memory)
         kernel = self.plan.plain.kernels[self.position]
@@ -63,6 +69,10 @@ class ReferenceVector(Step):
 
     def __init__(self, plan: Program, node: Node) -> None:
         self.plan, self.node = plan, node
+
+    def made(self) -> Sequence[Node]:
+        """The value that is there afterwards."""
+        return (self.node,)
 
     def run(self, memory: Memory) -> None:
         value = self.plan.reference_memory(memory).vector(self.node)

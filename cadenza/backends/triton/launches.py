@@ -305,9 +305,12 @@ def fits_descriptor(tensor: Tensor) -> bool:
 class PointwiseLaunch(Launch):
     """A kernel without a product."""
 
-    def __init__(self, source: Source, plan: Program, kernel: Kernel, strip: Strip) -> None:
+    def __init__(
+        self, source: Source, plan: Program, kernel: Kernel, strip: Strip, holds: bool
+    ) -> None:
         super().__init__(source, plan)
-        self.strip, self.height, layout = strip, rows_of(kernel), source.layout
+        self.strip, self.holds = strip, holds  # whether it holds whole rows
+        self.height, layout = rows_of(kernel), source.layout
         self.strips = -(-(layout.width // (2 if layout.pairs else 1)) // strip.W)
 
     def programs(self, memory: Memory) -> int:

@@ -64,11 +64,11 @@ def written(text: str) -> Path:
     """The file that holds this text; it is written where it is missing or differs."""
     name = file_name(text)
     try:
-        return _kept(_made(folder()), name, text)
+        return kept(made(folder()), name, text)
     except (OSError, RuntimeError) as error:
         _warn(str(getattr(error, "strerror", None) or error))
     try:
-        return _kept(_private(), name, text)
+        return kept(_private(), name, text)
     except OSError:
         return Path(tempfile.gettempdir()) / name  # a name for it: the text runs without a file
 
@@ -76,11 +76,11 @@ def written(text: str) -> Path:
 # --- the cache ------------------------------------------------------------------------------------
 
 
-def _made(place: Path) -> Path:
+def made(place: Path) -> Path:
     """The folder, and the one that it is in, made for this user alone. Raises OSError."""
     place.parent.parent.mkdir(parents=True, exist_ok=True)
-    for made in (place.parent, place):
-        made.mkdir(mode=0o700, exist_ok=True)
+    for each in (place.parent, place):
+        each.mkdir(mode=0o700, exist_ok=True)
     info = place.stat()
     if info.st_uid != os.geteuid():
         raise PermissionError(f"{place} is another user's")
@@ -89,7 +89,7 @@ def _made(place: Path) -> Path:
     return place
 
 
-def _kept(place: Path, name: str, text: str) -> Path:
+def kept(place: Path, name: str, text: str) -> Path:
     """The file in this folder. Raises OSError where it can't be written."""
     path = place / name
     if _read(path) == text.encode():

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ from cadenza.backends.triton.arguments import (
 )
 from cadenza.backends.triton.body import Body
 from cadenza.backends.triton.columns import Layout, Unsupported
-from cadenza.backends.triton.configuration import Configuration, Facts, default, strip
+from cadenza.backends.triton.configuration import Configuration, Facts, Strip, default, strip
 from cadenza.backends.triton.fallbacks import LibraryProduct, ReferenceKernel, ReferenceVector
 from cadenza.backends.triton.gluon_launch import GluonLaunch
 from cadenza.backends.triton.launches import Launch, PointwiseLaunch, ProductLaunch, VectorLaunch
@@ -44,7 +44,12 @@ from cadenza.core.storage import dtypes_of
 Tensor = torch.Tensor
 log = logging.getLogger("cadenza")
 LARGEST = (Op.ROW_MAX, Op.COLUMN_MAX, Op.GROUP_MAX)
-Choose = Callable[[Kernel], Configuration]
+Choice = Configuration | Strip
+Choose = Callable[[Kernel], Choice | None]
+# Told of each kernel as its steps are made, and how other steps for it are made.
+Offer = Callable[[Kernel, Sequence[Step], Callable[[Choice], Sequence[Step]]], None]
+Chosen = TypeVar("Chosen", Configuration, Strip)
+MEASURED = "torch's product was measured to be faster"
 FEW = 16  # a kernel merges this many partials of a row itself
 
 
@@ -76,9 +81,9 @@ class Program:
 
     def __init__(
         self, plan: Plan, choose: Choose | None = None, text: PairText | None = None,
-        target: Target = INTERPRETER,
+        target: Target = INTERPRETER, offer: Offer | None = None,
     ) -> None:  # fmt: skip
-        self.plan, self.choose, self.target = plan, choose, target
+        self.plan, self.choose, self.target, self.offer = plan, choose, target, offer
         self.names = {n: name for n, name in text.names.items() if usable(name)} if text else {}
         self.texts = {k.kernel: k for p in _plans(text) for k in p.kernels if k.kernel}
         self.said = {line.text.partition(" = ")[0]: line for line in _vector_lines(text)}
@@ -144,6 +149,8 @@ class Program:
             except Unsupported as error:
                 reasons.append(str(error))
                 continue
+            if self.offer is not None:
+                self.offer(kernel, steps, partial(self.otherwise, kernel))
             self._add(steps, kernel)
             return
         for vector in kernel.vectors:
@@ -153,6 +160,14 @@ class Program:
                 self._need_leaves(other)
         self.steps.append(ReferenceKernel(self, position, "; ".join(reasons)))
         self.finished.update(kernel.reductions)
+
+    def otherwise(self, kernel: Kernel, choice: Choice) -> list[Step]:
+        """Steps for a kernel by another choice, right after it was made; Unsupported if none."""
+        if isinstance(choice, Strip):
+            return self._pointwise(kernel, "", choice)
+        if choice.pingpong and self.target.name == "sm_90":
+            return [self._pingpong(kernel, choice)]
+        return self._chosen_product(kernel, choice) or self._library(kernel, MEASURED)
 
     def _add(self, steps: Sequence[Step], kernel: Kernel) -> None:
         for step in steps:
@@ -192,7 +207,20 @@ class Program:
             raise Unsupported(f"a product of {self.dtypes[left]} and {self.dtypes[right]}")
         if self.dtypes[left] == torch.float32 and self.target.backend and not self.target.tf32:
             raise Unsupported("float32 is multiplied by torch, unless it allows tf32")
-        cut = self.choose(kernel) if self.choose else None
+        found = self._chosen_product(kernel, self._choice(kernel, Configuration))
+        if not found:
+            raise Unsupported(MEASURED)
+        return found
+
+    def _choice(self, kernel: Kernel, kind: type[Chosen]) -> Chosen | None:
+        """What was chosen for a kernel, if it is of this kind."""
+        found = self.choose(kernel) if self.choose else None
+        return found if isinstance(found, kind) else None
+
+    def _chosen_product(self, kernel: Kernel, cut: Configuration | None) -> list[Step]:
+        """The template's launch; none if the choice is the library."""
+        if cut is not None and cut.library:
+            return []
         if cut is not None and cut.pingpong and self.target.name == "sm_90":
             try:
                 return [self._pingpong(kernel, cut)]
@@ -248,7 +276,7 @@ class Program:
         step = LibraryProduct(product, torch.float32, reason)
         return [step, *self._pointwise(rest, reason)]
 
-    def _pointwise(self, kernel: Kernel, reason: str) -> list[Step]:
+    def _pointwise(self, kernel: Kernel, reason: str, cut: Strip | None = None) -> list[Step]:
         layout = layout_of(kernel)
         holds = any(reduces_matrix(n) and n.op not in COLUMN_REDUCTIONS for n in kernel.body)
         body = self._body(kernel, layout, holds)
@@ -257,7 +285,8 @@ class Program:
         across = layout.width // (2 if layout.pairs else 1)
         if next_power(across) > ROW_LIMIT and holds:
             raise Unsupported(f"rows of {layout.width} columns held by one program")
-        launch = PointwiseLaunch(source, self, kernel, strip(across, source.unit, holds))
+        cut = cut or self._choice(kernel, Strip) or strip(across, source.unit, holds)
+        launch = PointwiseLaunch(source, self, kernel, cut, holds)
         launch.reason = reason
         return [launch]
 

@@ -17,7 +17,9 @@ from cadenza.backends.triton.launch import Argument, Descriptor, Direct, Launche
 
 Tensor = torch.Tensor
 ALIGNMENT = 512  # bytes; torch's own allocations have it
+KEPT_ADDRESSES = 256  # of one plan and layout: a step of training comes back to the same ones
 Grid = tuple[int, int]
+Call = tuple[Any, int, int, tuple[Any, ...]]  # the C function, the grid, its other arguments
 
 
 @dataclass
@@ -68,6 +70,15 @@ class _Launch:
     pointers: tuple[tuple[int, int, int], ...]  # position, base, offset
     maps: tuple[tuple[int, int, int, int, Descriptor], ...]  # …, number of the descriptor, itself
 
+    def at(self, bases: Sequence[int]) -> Call:
+        """The launch for bases at these addresses."""
+        given = list(self.template)
+        for position, base, offset in self.pointers:
+            given[position] = bases[base] + offset
+        for position, base, offset, number, descriptor in self.maps:
+            given[position] = self.direct.map_at(bases[base] + offset, number, descriptor)
+        return self.direct.raw, *self.grid, (*self.direct.head, *given)
+
 
 class Replay:
     """The launches of a plan for inputs that are laid out as they were in a recording."""
@@ -78,15 +89,14 @@ class Replay:
     ) -> None:  # fmt: skip
         self.launches, self.outputs, self.workspace = launches, outputs, workspace
         self.device, self.index = device, device.index
+        self.known: dict[tuple[int, ...], list[Call]] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The outputs of inputs in order."""
         device = self.device
         made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.outputs]
         space = torch.empty(self.workspace, dtype=torch.uint8, device=device)
-        bases = [space.data_ptr()]
-        bases += [t.data_ptr() for t in tensors]
-        bases += [t.data_ptr() for t in made]
+        bases = (space.data_ptr(), *[t.data_ptr() for t in tensors], *[t.data_ptr() for t in made])
         if torch._C._cuda_getDevice() == self.index:
             self._run(bases)
         else:
@@ -94,16 +104,15 @@ class Replay:
                 self._run(bases)
         return made
 
-    def _run(self, bases: Sequence[int]) -> None:
+    def _run(self, bases: tuple[int, ...]) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self.index)
-        for launch in self.launches:
-            given = list(launch.template)
-            for position, base, offset in launch.pointers:
-                given[position] = bases[base] + offset
-            direct = launch.direct
-            for position, base, offset, number, descriptor in launch.maps:
-                given[position] = direct.map_at(bases[base] + offset, number, descriptor)
-            direct.raw(*launch.grid, 1, stream, *direct.head, *given)
+        calls = self.known.get(bases)
+        if calls is None:
+            if len(self.known) >= KEPT_ADDRESSES:
+                self.known.clear()
+            calls = self.known[bases] = [launch.at(bases) for launch in self.launches]
+        for raw, width, height, given in calls:
+            raw(width, height, 1, stream, *given)
 
 
 def replay(

@@ -1,0 +1,92 @@
+"""What has been measured, in one file beside the cache of kernels.
+
+It is read whole, and written whole under a lock, then renamed. An entry's key holds all that a
+time depends on; a file or an entry that can't be read counts as not there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cadenza.backends.triton import modules
+from cadenza.backends.triton.configuration import Configuration, Strip
+
+log = logging.getLogger("cadenza")
+Choice = Configuration | Strip
+PATIENCE = 600.0  # seconds that another process may take to measure
+
+
+def path() -> Path:
+    """The file."""
+    return modules.folder().parent / "tuned.json"
+
+
+def read() -> dict[str, Any]:
+    """All entries by key."""
+    try:
+        found = json.loads(path().read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def add(entries: Mapping[str, Any]) -> None:
+    """Puts entries into the file; those of others that are there stay."""
+    try:
+        place = modules.made(path().parent)
+        modules.kept(place, path().name, json.dumps(read() | dict(entries), indent=1))
+    except (OSError, RuntimeError) as error:
+        log.warning("what was measured can't be kept in %s (%s)", path(), error)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """While inside, no other process measures with the same cache; after PATIENCE it may."""
+    try:
+        handle = os.open(modules.made(path().parent) / "tuned.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except (OSError, RuntimeError):
+        yield
+        return
+    try:
+        _locked(handle)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _locked(handle: int) -> None:
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.2)
+        else:
+            return
+    log.warning("another process has been measuring for %d s: going on beside it", PATIENCE)
+
+
+def choice_of(entry: Any) -> Choice | None:
+    """The choice that an entry holds; None if it is not one."""
+    try:
+        kind, fields = entry["choice"]
+        if kind == "strip":
+            return Strip(**fields)
+        return Configuration(**{**fields, "boxes": tuple(fields["boxes"])})
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def entry_of(choice: Choice, times: Mapping[str, float], title: str) -> dict[str, Any]:
+    """An entry: the choice, the median time of each candidate in µs, what it is for people."""
+    kind = "strip" if isinstance(choice, Strip) else "product"
+    return {"title": title, "choice": [kind, asdict(choice)], "microseconds": dict(times)}
