@@ -21,26 +21,27 @@ LIBRARY = Configuration(library=True)
 LOADS, STORES, BOTH = ("load",), ("store",), ("load", "store")
 WORST = 0.75  # of the best use of the device by whole rounds of tiles: what is below isn't tried
 HOPPER = (
-    Configuration(128, 128, 64, warps=4, stages=6, parts=4, pingpong=True),
+    Configuration(128, 128, 64, warps=4, stages=5, parts=4, pingpong=True),
+    Configuration(128, 128, 64, warps=4, stages=5, parts=4, group=4, pingpong=True),
     Configuration(192, 128, 64, warps=4, stages=5, parts=4, pingpong=True),
     Configuration(128, 256, 64, warps=8, stages=3, parts=4),
-    Configuration(128, 256, 64, warps=8, stages=3, parts=4, boxes=BOTH),
     Configuration(128, 256, 64, warps=8, stages=3, parts=4, boxes=STORES),
-    Configuration(128, 256, 64, warps=8, stages=4, parts=4, boxes=LOADS),
     Configuration(128, 128, 64, warps=8, stages=4, parts=2),
-    Configuration(128, 128, 64, warps=8, stages=4, parts=2, boxes=LOADS),
-    Configuration(128, 128, 64, warps=8, stages=4, parts=2, boxes=BOTH),
-    Configuration(256, 128, 64, warps=8, stages=3, parts=2, boxes=BOTH),
 )
 HOPPER_MORE = (
-    Configuration(128, 128, 64, warps=4, stages=5, parts=4, pingpong=True),
+    Configuration(128, 128, 64, warps=4, stages=6, parts=4, pingpong=True),
     Configuration(192, 128, 64, warps=4, stages=5, parts=8, pingpong=True),
     Configuration(128, 128, 64, warps=4, stages=6, parts=8, pingpong=True),
     Configuration(128, 256, 64, warps=8, stages=3, parts=2),
     Configuration(128, 256, 64, warps=8, stages=3, parts=8),
     Configuration(128, 256, 64, warps=8, stages=3, parts=8, boxes=BOTH),
     Configuration(128, 256, 64, warps=8, stages=3, parts=8, boxes=LOADS),
+    Configuration(128, 256, 64, warps=8, stages=3, parts=4, boxes=BOTH),
+    Configuration(128, 256, 64, warps=8, stages=4, parts=4, boxes=LOADS),
     Configuration(128, 256, 64, warps=8, stages=4, parts=4, boxes=BOTH),
+    Configuration(128, 256, 64, warps=8, stages=3, parts=4, group=4),
+    Configuration(128, 128, 64, warps=8, stages=4, parts=2, boxes=LOADS),
+    Configuration(256, 128, 64, warps=8, stages=3, parts=2, boxes=BOTH),
     Configuration(128, 128, 64, warps=8, stages=4, parts=4),
     Configuration(128, 128, 64, warps=8, stages=4, parts=1),
     Configuration(128, 128, 64, warps=8, stages=5, parts=2, boxes=STORES),
@@ -74,7 +75,7 @@ AMD = (
 )
 LISTS = {
     "hopper": (HOPPER, HOPPER_MORE),
-    "blackwell": (HOPPER[2:], HOPPER_MORE[3:]),
+    "blackwell": tuple([c for c in cuts if not c.pingpong] for cuts in (HOPPER, HOPPER_MORE)),
     "ampere": (AMPERE, AMPERE_MORE),
     "workstation": (AMPERE, AMPERE_MORE),
     "amd": (AMD, ()),
@@ -119,5 +120,5 @@ def strip_candidates(strip: Strip, unit: int, holds: bool, full: bool) -> list[S
             for BM, W, warps in ((8, 256, 4), (16, 128, 4), (4, 512, 4), (16, 256, 8), (64, 64, 8))
         )
     )
-    found = [s for s in more if unit <= s.W and s.W % unit == 0]
+    found = [s for s in more if s.W % unit == 0]
     return list(dict.fromkeys([strip, *(found if full or not holds else found[:6])]))

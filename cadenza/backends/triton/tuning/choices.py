@@ -11,10 +11,10 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from cadenza.backends.triton.tuning import records
 from cadenza.backends.triton.tuning.candidates import product_candidates, strip_candidates
 from cadenza.backends.triton.tuning.recipes import NOWHERE, Call, KernelCall, Sketch
 from cadenza.backends.triton.tuning.worker import Compile, Measure
-from cadenza.backends.triton.tuning.workers import MOST, WORKERS, Hangs
+from cadenza.backends.triton.tuning.workers import WORKERS, Hangs
 from cadenza.core.errors import BackEndError, explanation
 from cadenza.core.ir import Node
 from cadenza.core.ops import M
@@ -44,8 +44,9 @@ Tensor = torch.Tensor
 MODES = ("off", "first", "full")
 WORTH = 2**33  # floating-point operations from which on a product's kernel is measured
 WORTH_BYTES = 2**26  # of a kernel without a product
+MOST = 16  # kernels that are compiled at a time
 SPILL = 128  # bytes a thread; candidates that spill more are out
-OF_KERNEL = {"first": 0.8, "full": 2.5}  # seconds of measuring
+OF_KERNEL = {"first": 0.6, "full": 2.0}  # seconds of measuring
 COMPILING = {"first": 45.0, "full": 300.0}  # seconds of compilation for a plan
 LAUNCHING = 30.0  # seconds beyond measuring after which a kernel counts as hanging
 _decided: dict[str, Choice] = {}
@@ -298,21 +299,23 @@ def _compiled(
 ) -> dict[str, Future[Any]]:
     """The report of each kernel, or why there is none, as soon as it is there."""
     calls = {repr(c): c for each in candidates for c in each if isinstance(c, KernelCall)}
-    count = max(1, min(MOST, os.cpu_count() or 1, len(calls)))
-    pool, until = ThreadPoolExecutor(count), monotonic() + seconds
-
-    def one(call: KernelCall) -> Any:
-        left = until - monotonic()
-        if left <= 0:
-            return "there was no time to compile it"
-        try:
-            return WORKERS.ask(Compile(call, target), left)
-        except Hangs as error:
-            return str(error)
-
-    found = {key: pool.submit(one, call) for key, call in calls.items()}
-    pool.shutdown(wait=False)
+    found: dict[str, Future[Any]] = {key: Future() for key in calls}
+    keys = list(calls)
+    count = min(MOST, os.cpu_count() or 1)
+    task = Compile(list(calls.values()), target, count)
+    Thread(target=_compile, args=(task, [found[k] for k in keys], seconds), daemon=True).start()
     return found
+
+
+def _compile(task: Compile, futures: Sequence[Future[Any]], seconds: float) -> None:
+    try:
+        WORKERS.ask(task, seconds, "compile", lambda said: futures[said[0]].set_result(said[1]))
+        problem = "it was not compiled"
+    except (Hangs, OSError) as error:
+        problem = f"compiling it: {error}"
+    for future in futures:
+        if not future.done():
+            future.set_result(problem)
 
 
 def _fault(reports: Mapping[str, Any], calls: Sequence[Call], target: Target) -> str:

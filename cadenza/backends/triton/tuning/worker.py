@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import select
 import statistics
 import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -28,32 +30,82 @@ from cadenza.backends.triton.tuning.recipes import NOWHERE, Call, KernelCall, Ro
 SAMPLE = 2.0  # milliseconds of launches between two events
 MOST = 20  # launches between two events
 BACKLOG = 2_000_000  # cycles that the GPU waits, so that the host is ahead of it
-FEWEST = 5  # rounds, however long they take
+FEWEST = 3  # rounds, however long they take
 
 
 class Compile(NamedTuple):
-    """A task: compile a launch for a target; the answer is a Report, or why there is none."""
+    """A task: compile launches for a target, so many at a time.
 
-    call: KernelCall
+    Of each, as it is done, its number and a Report, or why there is none, are said.
+    """
+
+    calls: Sequence[KernelCall]
     target: Target
+    processes: int
 
-    def run(self, say: Callable[[Any], None]) -> Report | str:
-        """Compiles as a launch does, so that a launch finds it in Triton's cache."""
+    def run(self, say: Callable[[Any], None]) -> None:
+        """Compiles each in a process forked from this one, which has loaded what that takes."""
         _pretend(self.target)
-        room = _Sizes(NOWHERE)
-        room.prepare([self.call])
-        given = [room.argument(a) for a in self.call.arguments]
-        given = [a.public() if isinstance(a, Descriptor) else a for a in given]
-        function = modules.function(self.call.text)
-        try:
-            kernel = function.warmup(
-                *given, grid=self.call.grid, **self.call.constants, **self.call.options
-            )
-            return report_of(kernel, self.target)
-        except CompilationError as error:
-            return str(error)
-        except Exception as error:  # noqa: BLE001  # whatever a compiler raises
-            return f"{type(error).__name__}: {error}"
+        waiting = list(enumerate(self.calls))[::-1]
+        running: dict[int, tuple[int, int]] = {}
+        while waiting or running:
+            while waiting and len(running) < self.processes:
+                number, call = waiting.pop()
+                process, handle = _forked(call, self.target)
+                running[handle] = number, process
+            for handle in select.select(list(running), [], [])[0]:
+                number, process = running.pop(handle)
+                with os.fdopen(handle, "rb") as answer:
+                    say((number, _answer(answer)))
+                os.waitpid(process, 0)
+
+
+def _forked(call: KernelCall, target: Target) -> tuple[int, int]:
+    """A process that compiles a launch, and where its answer can be read."""
+    outlet, inlet = os.pipe()
+    process = os.fork()
+    if process:
+        os.close(inlet)
+        return process, outlet
+    try:
+        with os.fdopen(inlet, "wb") as answer:
+            send(answer, _compiled(call, target))
+    finally:
+        os._exit(0)
+
+
+def _answer(stream: BinaryIO) -> Any:
+    try:
+        return receive(stream)
+    except EOFError:
+        return "the compiler crashed"
+
+
+def _compiled(call: KernelCall, target: Target) -> Report | str:
+    """Compiles as a launch does, so that a launch finds it in Triton's cache."""
+    room = _Sizes(NOWHERE)
+    room.prepare([call])
+    given = [room.argument(a) for a in call.arguments]
+    given = [a.public() if isinstance(a, Descriptor) else a for a in given]
+    try:
+        function = modules.function(call.text)
+        kernel = function.warmup(*given, grid=call.grid, **call.constants, **call.options)
+        _link(kernel, target)
+        return report_of(kernel, target)
+    except CompilationError as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001  # whatever a compiler raises
+        return f"{type(error).__name__}: {error}"
+
+
+def _link(kernel: Any, target: Target) -> None:
+    """Builds the C function that launches it, which takes as long as the kernel."""
+    if target.backend != "cuda":
+        return
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    with suppress(Exception):  # what fails here, a launch will say
+        CudaLauncher(kernel.src, kernel.metadata)
 
 
 class Measure(NamedTuple):
@@ -145,7 +197,7 @@ def _callable(room: Room, call: Call) -> Callable[[], Any]:
 
 
 def _timed(runs: dict[int, Callable[[], None]], seconds: float) -> dict[int, float]:
-    """The median time of each in microseconds, under load."""
+    """The median time of each in microseconds, under load, launched in shuffled order."""
     if not runs:
         return {}
     counts = {number: _count(run) for number, run in runs.items()}

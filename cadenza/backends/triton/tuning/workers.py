@@ -1,4 +1,7 @@
-"""Worker processes: started when they are needed, ended when they hang or have been idle long."""
+"""Worker processes: started when they are needed, ended when they hang or have been idle long.
+
+One compiles, and forks a process for each kernel; one launches.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,20 @@ import atexit
 import os
 import pickle
 import select
+import signal
 import struct
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cadenza.backends.triton.tuning.worker import send
 
+Hear = Callable[[Any], None]
 ROOT = Path(__file__).resolve().parents[4]
-MOST = 16  # processes
 IDLE = 60.0  # seconds after which processes without a task end
 
 
@@ -27,6 +32,10 @@ class Hangs(Exception):
     def __init__(self, problem: str, said: Any) -> None:
         super().__init__(problem)
         self.said = said
+
+
+def _nothing(said: Any) -> None:
+    """Hears nothing."""
 
 
 class Worker:
@@ -40,11 +49,11 @@ class Worker:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "cadenza.backends.triton.tuning.worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            env=environment,
+            env=environment, start_new_session=True,
         )  # fmt: skip
         self.buffer = b""
 
-    def ask(self, task: Any, seconds: float) -> Any:
+    def ask(self, task: Any, seconds: float, hear: Hear = _nothing) -> Any:
         """The answer to a task; Hangs, and the process is ended, if there is none in time."""
         said, until = None, time.monotonic() + seconds
         try:
@@ -55,6 +64,7 @@ class Worker:
                 if final:
                     return value
                 said = value
+                hear(value)
         except (OSError, EOFError, TimeoutError) as error:
             self.end()
             problem = "no answer in time" if isinstance(error, TimeoutError) else "the process died"
@@ -62,7 +72,7 @@ class Worker:
 
     def end(self) -> None:
         """Ends the process."""
-        self.process.kill()
+        os.killpg(self.process.pid, signal.SIGKILL)  # with what it has forked
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
@@ -96,13 +106,13 @@ class Workers:
         self.timer: threading.Timer | None = None
         atexit.register(self.end)
 
-    def ask(self, task: Any, seconds: float, kind: str = "compile") -> Any:
+    def ask(self, task: Any, seconds: float, kind: str, hear: Hear = _nothing) -> Any:
         """The answer of a free process, or of a new one; Hangs as Worker.ask."""
         with self.lock:
             free = self.free.setdefault(kind, [])
             worker = free.pop() if free else None
         worker = worker or Worker()
-        answer = worker.ask(task, seconds)
+        answer = worker.ask(task, seconds, hear)
         with self.lock:
             self.free.setdefault(kind, []).append(worker)
         self._end_later()
