@@ -18,6 +18,7 @@ import typer
 
 from cadenza import __version__
 from cadenza.core.errors import BackEndError
+from cadenza.tools.bench.options import Options
 from cadenza.tools.fault import Fault
 from cadenza.tools.question import Question
 from cadenza.tools.settings import COMPARED_STEPS, DEFAULT_STEPS, Settings
@@ -136,6 +137,22 @@ def explain(
 
     question = Question(**{name: value for name, value in given.items() if value is not None})
     return run_explain(target, question, json)
+
+
+@app.command()
+@taking(Options)
+def bench(
+    suite: str | None = typer.Argument(None, help="kernels, layer, loss, accuracy, …"),
+    burst: bool = typer.Option(False, "--burst", help="single launches, each after a pause"),
+    show: bool = typer.Option(False, "--show", help="print results in --out, measure nothing"),
+    json: bool = typer.Option(False, "--json", help="print data for programs"),
+    **given: Any,
+) -> int:
+    """Measure a suite side by side: ours, torch.compile, eager, other libraries, bare products."""
+    from cadenza.tools.bench.run import run_bench
+
+    options = Options(**{name: value for name, value in given.items() if value is not None})
+    return run_bench(suite, options, burst=burst, shown=show, as_json=json)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cadenza import __version__
 from cadenza.backends.triton import templates
 from cadenza.backends.triton.columns import Unsupported
 from cadenza.backends.triton.configuration import Facts
@@ -28,7 +27,7 @@ from cadenza.backends.triton.launches import Launch, PointwiseLaunch, ProductLau
 from cadenza.backends.triton.memory import Step
 from cadenza.backends.triton.program import Choice, Choose, Program
 from cadenza.backends.triton.target import Target
-from cadenza.backends.triton.tuning import records
+from cadenza.backends.triton.tuning import candidates, records
 from cadenza.backends.triton.tuning.candidates import product_candidates, strip_candidates
 from cadenza.backends.triton.tuning.recipes import NOWHERE, Call, KernelCall, Sketch
 from cadenza.backends.triton.tuning.worker import Compile, Measure
@@ -137,7 +136,9 @@ def _competes(kernel: Kernel, steps: Sequence[Step], setting: Setting) -> bool:
 
 
 def _worth(kernel: Kernel, setting: Setting) -> bool:
-    size = lambda d: setting.rows if d == M else int(d)  # noqa: E731
+    def size(dim: Any) -> int:
+        return setting.rows if dim == M else int(dim)
+
     if kernel.product is None:
         cells = [size(n.type.rows) * size(n.type.columns) for n in (*kernel.loads, *kernel.stores)]
         return 2 * sum(cells) >= WORTH_BYTES
@@ -148,7 +149,13 @@ def _worth(kernel: Kernel, setting: Setting) -> bool:
 
 
 def _key(kernel: Kernel, steps: Sequence[Step], setting: Setting) -> str:
-    parts: list[Any] = [__version__, version(), torch.__version__, _templates(), setting.target]
+    parts: list[Any] = [
+        version(),
+        torch.__version__,
+        _templates(),
+        candidates.LISTS,
+        setting.target,
+    ]
     name = torch.cuda.get_device_name(setting.device)
     parts += [name, setting.programs, setting.rows]
     for step in steps:
@@ -286,8 +293,8 @@ def _candidates(launch: Launch, setting: Setting, full: bool) -> Sequence[Choice
 
 def measured(contests: Sequence[Contest], setting: Setting, how: str) -> Any:
     """Each contest with the µs of each candidate, or why there are none, as they come."""
-    candidates = [calls for contest in contests for calls in contest.calls]
-    reports = _compiled(candidates, setting.target, COMPILING[how])
+    calls = [each for contest in contests for each in contest.calls]
+    reports = _compiled(calls, setting.target, COMPILING[how])
     for number, contest in enumerate(contests):
         faults = [_fault(reports, call, setting.target) for call in contest.calls]
         yield contest, _times(contest, faults, setting, OF_KERNEL[how])

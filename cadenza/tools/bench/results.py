@@ -1,0 +1,124 @@
+"""Results on disk: one file a suite, a record for each variant of each case, the last one measured.
+
+Ratios are formed within one run, round by round: what was measured at other times, or elsewhere,
+says nothing about them. Files are written whole, under a lock, after every case.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cadenza.tools.atomic import write_whole
+from cadenza.tools.bench.case import Record
+from cadenza.tools.fault import Fault
+
+KEY = ("device", "pattern", "size", "dtype", "mode", "variant")
+
+
+@dataclass
+class Results:
+    """Records of one suite, and the runs that they are of, by name."""
+
+    suite: str
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+
+    def merge(self, other: Results) -> None:
+        """Takes over records; of two for the same the later run's stays, the other's if equal."""
+        known = {key(record): record for record in self.records}
+        runs = {**self.runs, **other.runs}
+        for record in other.records:
+            old = known.get(key(record), record)
+            if runs[old["run"]]["date"] <= runs[record["run"]]["date"]:
+                known[key(record)] = record
+        self.records = list(known.values())
+        used = {record["run"] for record in self.records}
+        self.runs = {name: run for name, run in runs.items() if name in used}
+
+    def text(self) -> str:
+        """As JSON, one line a record."""
+        runs = ",\n".join(f"  {_line(name)}: {_line(run)}" for name, run in self.runs.items())
+        records = ",\n".join(f"  {_line(record)}" for record in self.records)
+        return (
+            f'{{"suite": {_line(self.suite)},\n "runs": {{\n{runs}\n }},\n'
+            f' "records": [\n{records}\n ]}}\n'
+        )
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def key(record: Record) -> tuple[Any, ...]:
+    """What a record is about; there is one for each."""
+    return tuple(record[name] for name in KEY)
+
+
+def ratio(record: Record, other: Record) -> float | None:
+    """How many times as long a record's variant takes as the other: the median over rounds.
+
+    None unless both were timed in the same run.
+    """
+    if record["run"] != other["run"] or not {"samples"} <= record.keys() & other.keys():
+        return None
+    pairs = zip(record["samples"], other["samples"], strict=True)
+    return statistics.median(mine / theirs for mine, theirs in pairs)
+
+
+def cases(records: Sequence[Record]) -> Iterator[dict[str, Record]]:
+    """The records of each case, by variant."""
+    found: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for record in records:
+        found.setdefault(key(record)[:-1], {})[record["variant"]] = record
+    yield from found.values()
+
+
+def path_of(folder: Path, suite: str) -> Path:
+    """Where a suite's results are."""
+    return folder / f"{suite}.json"
+
+
+def load(folder: Path, suite: str) -> Results:
+    """A suite's results, none where there is no file. Raises Fault for a file that isn't one."""
+    path = path_of(folder, suite)
+    if not path.is_file():
+        return Results(suite)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        results = Results(found["suite"], found["runs"], found["records"])
+        if any(record["run"] not in results.runs for record in results.records):
+            raise KeyError("run")
+        list(map(key, results.records))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise Fault(
+            f"{path} holds no results ({type(error).__name__}): move it away, or choose --out"
+        ) from None
+    return results
+
+
+def add(folder: Path, new: Results) -> Results:
+    """Puts records into a suite's file; all that it holds then."""
+    with _locked(folder):
+        results = load(folder, new.suite)
+        results.merge(new)
+        write_whole(path_of(folder, new.suite), results.text().encode())
+    return results
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time: shards may write to the same folder."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
