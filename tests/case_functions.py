@@ -130,6 +130,22 @@ NORMS = [
         sin="M 2",
     ),
     case(
+        "rope of a half of two heads",
+        lambda x, cos, sin: L.rope(x, cos, sin, 8, heads=2, rotary_dim=4),
+        lambda x, cos, sin: rotated(x, cos, sin, 8, 2),
+        x="M 24",
+        cos="M 2",
+        sin="M 2",
+    ),
+    case(
+        "rope interleaved of a half",
+        lambda x, cos, sin: L.rope(x, cos, sin, 8, rotary_dim=4, interleaved=True),
+        lambda x, cos, sin: rotated_pairs(x, cos, sin, 8, 3),
+        x="M 24",
+        cos="M 2",
+        sin="M 2",
+    ),
+    case(
         "rope interleaved",
         lambda x, cos, sin: L.rope(x, cos, sin, 6, interleaved=True),
         lambda x, cos, sin: rotated_pairs(x, cos, sin, 6, 3),

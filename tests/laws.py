@@ -37,7 +37,10 @@ PACKAGES = {
     "library": TENSORS | {"safetensors"},
     "integrations": TENSORS | {"safetensors", "transformers"},
     "surface": TENSORS,
-    "tools": TENSORS | {"safetensors", "rich", "typer", "matplotlib"},
+    # Beside our own: what `cadenza bench` measures where it is installed.
+    "tools": TENSORS
+    | {"safetensors", "rich", "typer", "matplotlib"}
+    | {"liger_kernel", "flashinfer"},
     "__main__": frozenset(),
 }
 
@@ -49,7 +52,9 @@ EMPTY_NAMES = frozenset(
 )
 
 # Functions whose signature is torch's, with the name of the one it mirrors: "path:function".
-MIRRORS: dict[str, str] = {}
+MIRRORS: dict[str, str] = {
+    "cadenza/library/cross_entropy.py:linear_cross_entropy": "torch.nn.functional.cross_entropy",
+}
 
 # Where every function is a traced program: its parameters are a block's inputs and weights.
 TRACED_FILES = re.compile(r"cadenza/library/blocks(\.py|/.*)|examples/.*")

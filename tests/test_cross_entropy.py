@@ -15,6 +15,7 @@ from cadenza.core.errors import CadenzaError, ProgramError
 
 linear_cross_entropy = cz.ops.linear_cross_entropy
 REDUCTIONS = ["mean", "sum", "none"]
+TERMS = (("ignore_index", -100), ("label_smoothing", 0.0), ("z_loss", 0.0), ("softcap", None))
 
 
 def stock(x, w, target, **options):
@@ -161,6 +162,15 @@ def test_products_and_rows_of_logits_alive(reduction, count, products):
     assert {rows for rows, columns in products if columns == 23} == {8}
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_weights_of_tokens_cost_no_product(reduction, products):
+    x, w, target = case(rows=40)
+    weights = torch.rand(40, dtype=torch.float64, requires_grad=True)
+    options = {"reduction": reduction, "token_weights": weights, "label_smoothing": 0.1}
+    linear_cross_entropy(x, w, target, chunk=8, **options).backward()
+    assert len(products) == 3 * 5
+
+
 @pytest.mark.parametrize("frozen", ["x", "w", "both"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_frozen_operand_costs_no_product(reduction, frozen, products):
@@ -225,12 +235,14 @@ def test_autocast_is_that_of_linear():
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_opcheck(reduction):
     x, w, target = case(rows=6)
-    call = cz.library.cross_entropy._call(None, -100)
+    call = cz.library.cross_entropy._call(("x", "w", "target"), TERMS, None)
     if reduction == "none":
-        torch.library.opcheck(torch.ops.cadenza.cross_entropy_rows.default, (x, w, target, call, 4))
+        torch.library.opcheck(
+            torch.ops.cadenza.cross_entropy_rows.default, ([x, w, target], call, 4)
+        )
     else:
         torch.library.opcheck(
-            torch.ops.cadenza.cross_entropy_sum.default, (x, w, target, call, 4, 3)
+            torch.ops.cadenza.cross_entropy_sum.default, ([x, w, target], call, 4, 3)
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from programs import assert_close
-from test_cross_entropy import REDUCTIONS, case, products, results, stock
+from test_cross_entropy import REDUCTIONS, TERMS, case, products, results, stock
 from torch.nn import functional as F
 
 import cadenza as cz
@@ -139,5 +139,5 @@ def test_autocast_is_that_of_linear():
 
 def test_opcheck():
     x, w, target = case(rows=6)
-    call = cz.library.cross_entropy._call(None, -100)
-    torch.library.opcheck(torch.ops.cadenza.cross_entropy_lean.default, (x, w, target, call, 4))
+    call = cz.library.cross_entropy._call(("x", "w", "target"), TERMS, None)
+    torch.library.opcheck(torch.ops.cadenza.cross_entropy_lean.default, ([x, w, target], call, 4))

@@ -200,18 +200,30 @@ def rope(
     heads = _heads(x, head_dim, heads)
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     _check_tables(cos, sin, head_dim, rotary_dim)
-    inner = 1 if interleaved else rotary_dim // 2
-    if rotary_dim == head_dim:
-        width = heads * head_dim
+    inner, width = 1 if interleaved else rotary_dim // 2, heads * head_dim
+    if head_dim % rotary_dim == 0:
         y = x if width == x.shape[1] else columns(x, 0, width)
-        parts = [_rotate(y, tile(cos, heads), tile(sin, heads), inner)]
+        parts = [_rotate(y, *_spread(y, (cos, sin), head_dim, heads), inner)]
     else:
-        width, parts = heads * head_dim, []
+        parts = []
         for start in range(0, width, head_dim):
             parts.append(_rotate(columns(x, start, start + rotary_dim), cos, sin, inner))
             parts.append(columns(x, start + rotary_dim, start + head_dim))
     parts += [columns(x, width, x.shape[1])] if width < x.shape[1] else []
     return parts[0] if len(parts) == 1 else concat(*parts)
+
+
+def _spread(
+    x: Value, tables: tuple[Value, Value], head_dim: int, heads: int
+) -> tuple[Value, Value]:
+    """cos and sin of every pair of all heads; 1 and 0 for the pairs behind the rotary ones."""
+    cos, sin = tables
+    half, pairs = cos.shape[1], head_dim // 2
+    spread = tile(cos, heads * pairs // half), tile(sin, heads * pairs // half)
+    if half == pairs:
+        return spread
+    rotary = tile(column_index(columns(x, 0, pairs)), heads) < half
+    return where(rotary, spread[0], 1.0), where(rotary, spread[1], 0.0)
 
 
 def _rotate(x: Value, cos: Value, sin: Value, inner: int) -> Value:

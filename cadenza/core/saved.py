@@ -48,7 +48,8 @@ def parts(outputs: Iterable[Node]) -> dict[Node, tuple[Node, int]]:
 def save(graph: Graph, joint: Graph, adjoints: set[Node]) -> list[Node]:
     """What forward keeps for backward: the cut of fewest bytes; inputs and outputs are free.
 
-    Products and reductions that the outputs need are never computed again.
+    Products and reductions that the outputs need are never computed again. Among equals, what the
+    author rounded is kept, not what is made of it.
     """
     forward, outputs = set(graph.nodes()), {*graph.outputs, *parts(graph.outputs)}
     stored = dtypes_of(graph)
@@ -58,7 +59,8 @@ def save(graph: Graph, joint: Graph, adjoints: set[Node]) -> list[Node]:
             return 0
         if node not in forward:
             return float("inf")
-        return bytes_of(node.type, "bool" if node.type.kind == BOOLEAN else stored[node])
+        price = bytes_of(node.type, "bool" if node.type.kind == BOOLEAN else stored[node])
+        return price - 0.5 if node.op is Op.CAST else price  # rounded already: keeping it is exact
 
     def sources(node: Node) -> tuple[Node, ...] | None:
         if node.op in LEAVES or node in outputs:

@@ -8,11 +8,11 @@ values.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from cadenza.core import lang as L
 from cadenza.library.function import block
+from cadenza.library.loss_blocks import token_loss
 
 Value = Any
 ROTARY = {"cos": "M R", "sin": "M R"}
@@ -98,56 +98,10 @@ def norm_qkv(x, norm, w_qkv, cos, sin, *, head_dim, heads, eps=1e-5):
     return L.rope(L.linear(L.rms_norm(x, norm, eps), w_qkv), cos, sin, head_dim, heads=heads)
 
 
-def _token_loss(logits: Value, target: Value, ignore_index: int) -> Value:
-    """The cross-entropy of each row of logits [M, V] against its target [M, 1], as [M, 1].
-
-    Taken relative to z[target], so a common offset of the logits does not change it, and over the
-    logits as they are stored, so that forward and backward see the same. A target of
-    `ignore_index` costs 0, one outside of [0, V) NaN.
-    """
-    logits = L.name(L.stored(logits), "logits")
-    loss = L.logsumexp(logits, L.pick(logits, target))
-    inside = (target >= 0) & (target < logits.shape[1])
-    return L.where(target == ignore_index, 0.0, L.where(inside, loss, math.nan))
-
-
 @block(shapes={"x": "M D", "norm": "1 D", "w": "V D", "target": "M 1"})
 def lm_head(x, norm, w, target, *, eps=1e-5, ignore_index=-100):
     """The last norm, the logits and each row's cross-entropy against its target: [M, 1]."""
-    return _token_loss(L.linear(L.rms_norm(x, norm, eps), w), target, ignore_index)
-
-
-@block(shapes={"x": "M D", "w": "V D", "target": "M 1"})
-def linear_loss(x, w, target, *, ignore_index=-100):
-    """The logits and each row's cross-entropy: what linear_cross_entropy runs on a chunk."""
-    return _token_loss(L.linear(x, w), target, ignore_index)
-
-
-@block(shapes={"x": "M D", "w": "V D", "target": "M 1"})
-def vocabulary_part(x, w, target):
-    """Of one chunk of classes: each row's largest logit, log-sum-exp below it, target's logit."""
-    logits = L.stored(L.linear(x, w))
-    top = L.row_max(logits)
-    return {"top": top, "total": L.logsumexp(logits, top), "picked": L.pick(logits, target)}
-
-
-@block(shapes={"x": "M D", "w": "V D", "target": "M 1", "top": "M 1", "total": "M 1",
-               "adjoint": "M 1"})  # fmt: skip
-def vocabulary_gradient(x, w, target, top, total, adjoint, *, dtype, needed):
-    """Of one chunk of classes: its part of dx [M, D] in `dtype`, and dw [V, D].
-
-    `top` and `total` are those of all classes, `adjoint` the loss's; bits 1 and 2 of `needed` ask
-    for dx and dw.
-    """
-    logits = L.stored(L.linear(x, w))
-    p = adjoint * L.exp((logits - top) - total)
-    d = p - L.where(L.column_index(logits) == target, adjoint, 0.0)
-    gradients = {}
-    if needed & 1:
-        gradients["x"] = L.cast(L.matmul(d, w), dtype)
-    if needed & 2:
-        gradients["w"] = L.matmul(d, x, transpose_a=True)
-    return gradients
+    return token_loss(L.linear(L.rms_norm(x, norm, eps), w), target, ignore_index)
 
 
 # --- a decoder layer as a unit -------------------------------------------------------------------
@@ -162,22 +116,6 @@ def square_sum(x):
 def _norm_from_sum(x: Value, squares: Value, norm: Value, eps: float) -> Value:
     """RMSNorm of x whose rows' sums of squares are known."""
     return x * L.rsqrt(squares / x.shape[1] + eps) * norm
-
-
-@block(shapes={"x": "M D", "squares": "M 1", "norm": "1 D", "w_qkv": "N D", **ROTARY})
-def attention_input(x, squares, norm, w_qkv, cos, sin, *, head_dim, heads, eps):
-    """A layer's own norm, QKV and rotary embedding of the stream x it receives: [M, N]."""
-    qkv = L.linear(_norm_from_sum(x, squares, norm, eps), w_qkv)
-    return L.rope(qkv, cos, sin, head_dim, heads=heads)
-
-
-@block(shapes={**RESIDUAL, "norm": "1 D", **GATED})
-def attention_output(x, y, wo, norm, w_gate_up, w_down, *, eps):
-    """From attention to the layer's end: the stream x [M, D], and its rows' sums of squares."""
-    x = L.name(x + L.linear(y, wo), "x1")
-    u = L.swiglu(L.linear(L.rms_norm(x, norm, eps), w_gate_up))
-    x = L.name(x + L.linear(u, w_down), "x2")
-    return x, L.row_sum(x**2)
 
 
 @block(shapes={"x": "M D", "squares": "M 1", "norm": "1 D"})

@@ -2,28 +2,44 @@
 
 For "mean" and "sum", forward also computes the unscaled gradients, chunk by chunk, and backward
 multiplies them by the incoming scalar: three products. For "none" each row has its own incoming
-gradient, so backward computes each chunk again: four products. The gradient of w accumulates in
-float32 and is rounded once. The program of a chunk is the block linear_loss.
+gradient, so backward computes each chunk again: four products. The gradients of w and bias
+accumulate in float32 and are rounded once. The program of a chunk is the block linear_loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from cadenza.backends import chosen
-from cadenza.core.errors import ProgramError
 from cadenza.library.autocast import autocast_dtype, without_autocast
-from cadenza.library.blocks import linear_loss
-from cadenza.library.lean import check_range, no_double_backward, once
+from cadenza.library.function import constant
+from cadenza.library.lean import lean_losses
+from cadenza.library.loss_arguments import (
+    check_items,
+    check_reduction,
+    check_tensors,
+    check_terms,
+)
+from cadenza.library.loss_batch import (
+    TRAINED,
+    Batch,
+    by_operand,
+    mask_of,
+    names_of,
+    no_double_backward,
+    once,
+    parts,
+    wide,
+)
+from cadenza.library.loss_blocks import linear_loss
 from cadenza.library.specialize import Call
 
 Tensor = torch.Tensor
+Operands = dict[str, Tensor]
+Terms = dict[str, Any]  # ignore_index, label_smoothing, z_loss, softcap
 CHUNK_ELEMENTS = 2**27
-REDUCTIONS = ("mean", "sum", "none")
-X, W = 1, 2  # bits of the mask of needed gradients
 
 
 def linear_cross_entropy(
@@ -31,137 +47,176 @@ def linear_cross_entropy(
     w: Tensor,
     target: Tensor,
     *,
+    bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    size_average: None = None,
     ignore_index: int = -100,
+    reduce: None = None,
     reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    token_weights: Tensor | None = None,
+    num_items_in_batch: float | Tensor | None = None,
     chunk: int | None = None,
     lean: bool = False,
 ) -> Tensor:
-    """The cross-entropy of logits x @ w.T against `target`, as F.cross_entropy of F.linear.
+    """The cross-entropy of logits against `target`, as F.cross_entropy of F.linear(x, w, bias).
 
-    x [..., D] and w [V, D] share a dtype; target [...] holds int64 classes, rows of `ignore_index`
-    don't count. Returns float32 (float64 for float64): a scalar, the mean over the rows that
-    count or the sum, or the loss of each row [...].
+    With z = x @ w.T + bias, or softcap · tanh(that / softcap), lse = log Σₖ exp zₖ and y the
+    target, a row costs
+
+        t · (c_y · ((1 − ε) · (lse − z_y) + λ · lse²) + ε · Σₖ cₖ · (lse − zₖ) / V)
+
+    where c is the `weight` of the classes [V], t the row's number in `token_weights` [...], ε
+    `label_smoothing` and λ `z_loss`. A row whose target is `ignore_index` costs 0.
+
+    x [..., D] and w [V, D] share a dtype; target [...] holds int64 classes; bias is [V]. Returns
+    float32 (float64 for float64): for "none" the loss of each row [...], for "sum" their sum, for
+    "mean" the sum divided by Σ t · c_y over the rows that count (NaN if that is 0), or by
+    `num_items_in_batch`, a number or a tensor without dimensions (0 if that is 0). Gradients reach
+    x, w, bias and token_weights.
 
     At most `chunk` rows of logits exist at a time. `lean` takes `chunk` classes at a time instead
     and computes logits again in backward: four products, and no memory beside the gradients. Raises
     ProgramError for shapes, dtypes or arguments that don't fit, and IndexError for a class outside
     [0, V) on a CPU; on a GPU that row's loss is NaN.
     """
+    check_terms(ignore_index, label_smoothing, z_loss, softcap)
+    terms = {
+        "ignore_index": constant(ignore_index),
+        "label_smoothing": constant(float(label_smoothing)),
+        "z_loss": constant(float(z_loss)),
+        "softcap": constant(None if softcap is None else float(softcap)),
+    }
+    check_reduction(reduction, chunk, {"size_average": size_average, "reduce": reduce})
+    check_items(num_items_in_batch, reduction)
+    given = {"bias": bias, "weight": weight, "token_weights": token_weights}
+    check_tensors(x, w, target, given)
+    operands = _operands(x, w, target, given, terms)
     other = max(1, target.numel() if lean else w.shape[0])
     size = max(128, CHUNK_ELEMENTS // other) if chunk is None else chunk
-    _check(x, w, target, reduction, size)
-    call = _call(autocast_dtype(x), ignore_index)
-    batch = (x.reshape(-1, x.shape[-1]), w, target.reshape(-1), call, size)
-    if lean:
-        losses = torch.ops.cadenza.cross_entropy_lean(*batch)[0]
-    elif reduction == "none":
-        losses = torch.ops.cadenza.cross_entropy_rows(*batch)
-    else:
-        needed = (X * x.requires_grad + W * w.requires_grad) if torch.is_grad_enabled() else 0
-        losses = torch.ops.cadenza.cross_entropy_sum(*batch, needed)[0]
-    return _reduced(losses, target, ignore_index, reduction)
-
-
-def _reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """The loss of each row, the sum, or the mean over the rows that count (NaN if none do)."""
     if reduction == "none":
-        return losses.reshape(target.shape)
-    total = losses.sum()
-    if reduction == "sum":
-        return total
-    count = (target != ignore_index).sum()
-    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
+        return _losses(operands, terms, size, lean).reshape(target.shape)
+    total = _losses(operands, terms, size, lean).sum() if lean else _total(operands, terms, size)
+    if num_items_in_batch is not None:
+        return total / _but_zero(num_items_in_batch)
+    return total if reduction == "sum" else _mean(total, operands, ignore_index)
+
+
+def _operands(
+    x: Tensor, w: Tensor, target: Tensor, given: dict[str, Any], terms: Terms
+) -> Operands:
+    """The operands by the names that loss_batch knows, rows flattened to M."""
+    compute, rows = wide(x), target.reshape(-1)
+    found = {"x": x.reshape(-1, x.shape[-1]), "w": w, "target": rows, "bias": given["bias"]}
+    weights, tokens = given["weight"], given["token_weights"]
+    if weights is not None:
+        weights = weights.to(compute)
+        inside = (rows >= 0) & (rows < w.shape[0])
+        found["own_weight"] = weights[torch.where(inside, rows, 0)]
+        found["class_weight"] = weights if terms["label_smoothing"] else None
+    found["token_weights"] = None if tokens is None else tokens.reshape(-1).to(compute)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _losses(operands: Operands, terms: Terms, size: int, lean: bool) -> Tensor:
+    """The loss of each row, [M]."""
+    named = {name: value for name, value in operands.items() if name != "token_weights"}
+    function = lean_losses if lean else torch.ops.cadenza.cross_entropy_rows
+    call = _call(tuple(named), tuple(terms.items()), autocast_dtype(named["x"]))
+    losses = function(list(named.values()), call, size)
+    tokens = operands.get("token_weights")
+    return losses if tokens is None else losses * tokens
+
+
+def _total(operands: Operands, terms: Terms, size: int) -> Tensor:
+    """The sum of the rows' losses."""
+    needs = [torch.is_grad_enabled() and value.requires_grad for value in operands.values()]
+    call = _call(tuple(operands), tuple(terms.items()), autocast_dtype(operands["x"]))
+    needed = mask_of(tuple(operands), needs)
+    return torch.ops.cadenza.cross_entropy_sum(list(operands.values()), call, size, needed)[0]
+
+
+def _mean(total: Tensor, operands: Operands, ignore_index: int) -> Tensor:
+    """The total over the weight of the rows that count, NaN if that is 0."""
+    weight = operands.get("own_weight", 1.0) * operands.get("token_weights", 1.0)
+    count = torch.where(operands["target"] != ignore_index, weight, 0.0).sum()
+    return torch.where(count != 0, total / _but_zero(count), torch.nan)
+
+
+def _but_zero(number: float | Tensor) -> float | Tensor:
+    """The number, 1 for 0: what nothing is divided by."""
+    return torch.where(number == 0, 1, number) if isinstance(number, Tensor) else number or 1
 
 
 @torch._dynamo.assume_constant_result
-def _call(autocast: str | None, ignore_index: int) -> str:
-    constants = (("ignore_index", ignore_index),)
-    return Call(("x", "w", "target"), constants, autocast, chosen(None), wide=("w",)).encode()
-
-
-def _check(x: Tensor, w: Tensor, target: Tensor, reduction: str, rows: int) -> None:
-    if reduction not in REDUCTIONS or rows < 1:
-        raise ProgramError(
-            "linear_cross_entropy",
-            found=f"reduction={reduction!r}, chunk={rows}",
-            expected=f"a reduction of {', '.join(REDUCTIONS)}, and at least one row at a time",
-            write="reduction='mean', and chunk=None for a size of our choice",
-        )
-    if w.dim() != 2 or x.dim() < 1 or x.shape[-1] != w.shape[1] or x.shape[:-1] != target.shape:
-        raise ProgramError(
-            "linear_cross_entropy",
-            found=f"x {list(x.shape)}, w {list(w.shape)}, target {list(target.shape)}",
-            expected="x [..., D], w [V, D], target [...]",
-        )
-    if target.dtype != torch.int64:
-        raise ProgramError(
-            "linear_cross_entropy",
-            found=f"target of {target.dtype}",
-            expected="class numbers in torch.int64",
-            write="target.long(); probabilities as targets are not supported",
-        )
+def _call(names: tuple[str, ...], terms: tuple[Any, ...], autocast: str | None) -> str:
+    return Call(names, terms, autocast, chosen(None)).encode()
 
 
 class _Gradients:
-    """The gradients of x and w, filled chunk by chunk; an unneeded one stays empty."""
+    """The gradients of x, w and bias, filled chunk by chunk; an unneeded one stays empty."""
 
-    def __init__(self, x: Tensor, w: Tensor, needed: int) -> None:
-        wide = torch.promote_types(w.dtype, torch.float32)
-        self.needed = needed
-        self.x = torch.empty_like(x) if needed & X else x.new_empty(0)
-        self.w = torch.zeros_like(w, dtype=wide) if needed & W else w.new_empty(0, dtype=wide)
+    def __init__(self, named: Operands, mask: int) -> None:
+        self.mask, self.needed = mask, names_of(mask)
+        x, w = named["x"], named["w"]
+        self.filled = {"x": torch.empty_like(x) if "x" in self.needed else x.new_empty(0)}
+        for name, operand in (("w", w), ("bias", named.get("bias", w))):
+            shape = operand.shape if name in self.needed else (0,)
+            self.filled[name] = operand.new_zeros(shape, dtype=wide(operand))
 
-    def add(self, rows: slice, gradients: dict[str, Tensor]) -> None:
+    def add(self, rows: slice, gradients: Operands) -> None:
         """Puts in one chunk."""
-        if self.needed & X:
-            self.x[rows] = gradients["x"]
-        if self.needed & W:
-            self.w += gradients["w"]
+        for name in self.needed:
+            if name == "x":
+                self.filled["x"][rows] = gradients["x"]
+            else:
+                self.filled[name] += gradients[name].reshape(self.filled[name].shape)
+
+    def all(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of x, w and bias."""
+        return self.filled["x"], self.filled["w"], self.filled["bias"]
 
 
-def _chunks(total: int, rows: int) -> Iterator[slice]:
-    return (slice(start, min(start + rows, total)) for start in range(0, total, rows))
+def _named(operands: list[Tensor], call: str) -> Operands:
+    return dict(zip(Call.decode(call).names, operands, strict=True))
 
 
-class _Batch(NamedTuple):
-    """What a loss is taken of, and how many rows of it at a time."""
-
-    x: Tensor
-    w: Tensor
-    target: Tensor
-    call: str
-    rows: int
-
-
-def _run(batch: _Batch, needed: int, adjoint: Tensor | None = None) -> tuple[Tensor, _Gradients]:
+def _run(
+    batch: Batch, size: int, needed: int, adjoint: Tensor | None = None
+) -> tuple[Tensor, _Gradients]:
     """The loss of each row, and the gradients for `adjoint`, one number a row (ones if None)."""
-    x, w, target, call, rows = batch
-    gradients = _Gradients(x, w, needed)
-    losses = [x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))]
-    with without_autocast(x), torch.no_grad():
-        for part in _chunks(x.shape[0], rows):
-            chunk = {"x": x[part], "w": w, "target": target[part, None]}
-            specialization, _ = linear_loss.specializations.find(list(chunk.values()), call, needed)
-            size = chunk["x"].shape[0]
-            ones = losses[0].new_ones(size) if adjoint is None else adjoint[part]
-            results = specialization.forward_on(chunk, size)
-            losses.append(results[0].reshape(-1))
-            gradients.add(part, specialization.backward_on(chunk, results, [ones[:, None]], size))
-    return torch.cat(losses), gradients
+    gradients = _Gradients(batch.named, needed)
+    losses = batch.x.new_empty(batch.rows, dtype=batch.wide)
+    given = torch.ones_like(losses) if adjoint is None else adjoint
+    with without_autocast(batch.x), torch.no_grad():
+        for part in parts(batch.rows, size):
+            losses[part] = _run_chunk(batch, part, given[part], gradients)
+    return losses, gradients
+
+
+def _run_chunk(batch: Batch, part: slice, adjoint: Tensor, gradients: _Gradients) -> Tensor:
+    """One chunk's losses [rows]; of what it needs besides, nothing outlives this call."""
+    chunk, rows = batch.of_rows(part), adjoint.shape[0]
+    compiled = batch.compiled(linear_loss, chunk, gradients.mask)
+    results = compiled.forward_on(chunk, rows)
+    gradients.add(part, compiled.backward_on(chunk, results, [adjoint[:, None]], rows))
+    return results[0].reshape(-1)
 
 
 torch.library.define(
     "cadenza::cross_entropy_sum",
-    "(Tensor x, Tensor w, Tensor target, str call, int rows, int needed)"
-    " -> (Tensor, Tensor, Tensor)",
+    "(Tensor[] operands, str call, int rows, int needed)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
-    "cadenza::cross_entropy_rows",
-    "(Tensor x, Tensor w, Tensor target, str call, int rows) -> Tensor",
+    "cadenza::cross_entropy_rows", "(Tensor[] operands, str call, int rows) -> Tensor"
 )
 torch.library.define(
     "cadenza::cross_entropy_rows_backward",
-    "(Tensor adjoint, Tensor[] operands, str call, int rows, int needed) -> (Tensor, Tensor)",
+    "(Tensor adjoint, Tensor[] operands, str call, int rows, int needed)"
+    " -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "cadenza::scaled_gradient", "(Tensor gradient, Tensor scale, ScalarType dtype) -> Tensor"
@@ -169,37 +224,42 @@ torch.library.define(
 
 
 @torch.library.impl("cadenza::cross_entropy_sum", "CompositeExplicitAutograd")
-def _sum(
-    x: Tensor, w: Tensor, target: Tensor, call: str, rows: int, needed: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_range(target, w.shape[0], call)
-    losses, gradients = _run(_Batch(x, w, target, call, rows), needed)
-    return losses.sum(), gradients.x, gradients.w
+def _sum(operands: list[Tensor], call: str, rows: int, needed: int) -> tuple[Tensor, ...]:
+    """The sum of the rows' losses, its gradients of x, w and bias, and the losses, that of
+    token_weights."""
+    batch = Batch(operands, call)
+    batch.check_range()
+    tokens = batch.named.get("token_weights")
+    losses, gradients = _run(batch, rows, needed, tokens)
+    return (losses if tokens is None else losses * tokens).sum(), *gradients.all(), losses
 
 
 @torch.library.register_fake("cadenza::cross_entropy_sum")
-def _(x: Tensor, w: Tensor, target: Tensor, call: str, rows: int, needed: int) -> Any:
-    gradients = _Gradients(x, w, needed)
-    total = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
-    return total, gradients.x, gradients.w
+def _(operands: list[Tensor], call: str, rows: int, needed: int) -> Any:
+    x, gradients = operands[0], _Gradients(_named(operands, call), needed)
+    total, losses = (x.new_empty(shape, dtype=wide(x)) for shape in ((), x.shape[:1]))
+    return total, *gradients.all(), losses
 
 
 def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.needed, ctx.dtypes = inputs[5], (inputs[0].dtype, inputs[1].dtype)
+    operands, call, _, ctx.needed = inputs
+    ctx.dtypes = {name: operand.dtype for name, operand in _named(operands, call).items()}
     ctx.set_materialize_grads(False)  # else autograd makes zeros as large as both gradients
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[1:])
 
 
-def _sum_backward(ctx: Any, scale: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _sum_backward(ctx: Any, scale: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    needs = ctx.needs_input_grad[0]
     if scale is None:
-        return (None,) * 6
+        return [None] * len(needs), None, None, None
     scale = once(scale)
+    saved = dict(zip((*TRAINED, "token_weights"), ctx.saved_tensors, strict=True))
     scaled = [
-        torch.ops.cadenza.scaled_gradient(gradient, scale, dtype) if ctx.needed & bit else None
-        for gradient, dtype, bit in zip(ctx.saved_tensors, ctx.dtypes, (X, W), strict=True)
+        torch.ops.cadenza.scaled_gradient(saved[name], scale, dtype) if need else None
+        for (name, dtype), need in zip(ctx.dtypes.items(), needs, strict=True)
     ]
-    return (*scaled, None, None, None, None)
+    return scaled, None, None, None
 
 
 torch.library.register_autograd(
@@ -219,53 +279,53 @@ def _(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.library.impl("cadenza::cross_entropy_rows", "CompositeExplicitAutograd")
-def _rows(x: Tensor, w: Tensor, target: Tensor, call: str, rows: int) -> Tensor:
-    check_range(target, w.shape[0], call)
-    return _run(_Batch(x, w, target, call, rows), 0)[0]
+def _rows(operands: list[Tensor], call: str, rows: int) -> Tensor:
+    batch = Batch(operands, call)
+    batch.check_range()
+    return _run(batch, rows, 0)[0]
 
 
 @torch.library.register_fake("cadenza::cross_entropy_rows")
-def _(x: Tensor, w: Tensor, target: Tensor, call: str, rows: int) -> Tensor:
-    return x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
+def _(operands: list[Tensor], call: str, rows: int) -> Tensor:
+    return operands[0].new_empty(operands[0].shape[0], dtype=wide(operands[0]))
 
 
 @torch.library.impl("cadenza::cross_entropy_rows_backward", "CompositeExplicitAutograd")
 def _rows_again(
     adjoint: Tensor, operands: list[Tensor], call: str, rows: int, needed: int
-) -> tuple[Tensor, Tensor]:
-    x, w, target = operands
-    gradients = _run(_Batch(x, w, target, call, rows), needed, adjoint)[1]
-    return gradients.x, gradients.w.to(w.dtype)
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch = Batch(operands, call)
+    return _rounded(_run(batch, rows, needed, adjoint)[1], batch.named)
+
+
+def _rounded(gradients: _Gradients, named: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    x, w, bias = gradients.all()
+    return x, w.to(named["w"].dtype), bias.to(named.get("bias", w).dtype)
 
 
 @torch.library.register_fake("cadenza::cross_entropy_rows_backward")
 def _(
     adjoint: Tensor, operands: list[Tensor], call: str, rows: int, needed: int
-) -> tuple[Tensor, Tensor]:
-    x, w, _ = operands
-    gradients = _Gradients(x, w, needed)
-    return gradients.x, gradients.w.to(w.dtype)
+) -> tuple[Tensor, Tensor, Tensor]:
+    named = _named(operands, call)
+    return _rounded(_Gradients(named, needed), named)
 
 
 def _rows_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, target, ctx.call, ctx.rows = inputs
-    ctx.save_for_backward(x, w, target)
+    operands, ctx.call, ctx.rows = inputs
+    ctx.save_for_backward(*operands)
 
 
-def _rows_backward(ctx: Any, adjoint: Tensor) -> tuple[Tensor | None, ...]:
-    adjoint = once(adjoint)
-    needed = X * ctx.needs_input_grad[0] + W * ctx.needs_input_grad[1]
+def _rows_backward(ctx: Any, adjoint: Tensor) -> tuple[Any, ...]:
+    needed = mask_of(Call.decode(ctx.call).names, ctx.needs_input_grad[0])
     results = torch.ops.cadenza.cross_entropy_rows_backward(
-        adjoint, list(ctx.saved_tensors), ctx.call, ctx.rows, needed
+        once(adjoint), list(ctx.saved_tensors), ctx.call, ctx.rows, needed
     )
-    by_input = [r if needed & bit else None for r, bit in zip(results, (X, W), strict=True)]
-    return (*by_input, None, None, None)
+    return by_operand(ctx.call, results, needed), None, None
 
 
 torch.library.register_autograd(
     "cadenza::cross_entropy_rows", _rows_backward, setup_context=_rows_context
 )
-
-
 torch.library.register_autograd("cadenza::scaled_gradient", no_double_backward)
 torch.library.register_autograd("cadenza::cross_entropy_rows_backward", no_double_backward)

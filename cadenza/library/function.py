@@ -186,7 +186,7 @@ class Program:
                 )
         if not names:
             raise self._wrong_call("no tensor")
-        return names, [bound[n] for n in names], tuple((n, _constant(v)) for n, v in constants)
+        return names, [bound[n] for n in names], tuple((n, constant(v)) for n, v in constants)
 
 
 class Epilogue(Program):
@@ -295,7 +295,7 @@ def epilogue(function: Function | None = None, *, shapes: Shapes = None) -> Any:
 # --- what torch.compile sees as constants ---------------------------------------------------------
 
 
-def _constant(value: Any) -> Any:
+def constant(value: Any) -> Any:
     """The value itself, a constant to torch.compile too.
 
     It makes a symbol of a number that changed from call to call, and of a symbol a constant again
@@ -342,7 +342,7 @@ def _sizes(tensors: list[Tensor]) -> tuple[Any, ...]:
     """Dtypes and sizes, None for those that torch.compile keeps open: numbers of rows."""
     known = torch.fx.experimental.symbolic_shapes.has_static_value
     return tuple(
-        (str(t.dtype), tuple(_constant(s) if known(s) else None for s in t.shape)) for t in tensors
+        (str(t.dtype), tuple(constant(s) if known(s) else None for s in t.shape)) for t in tensors
     )
 
 

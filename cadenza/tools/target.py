@@ -20,12 +20,14 @@ from cadenza.core.trace import Operand, Signature
 from cadenza.library.blocks import BUILT_IN
 from cadenza.library.function import Program
 from cadenza.library.operands import size_of
+from cadenza.library.variants import VARIANTS, Variant
 from cadenza.tools.fault import Fault
 
 DEFAULTS = {"M": 16384, "D": 4096, "F": 14336, "H": 32, "KV": 8, "HD": 128, "V": 128256}
 DTYPES = ("bfloat16", "float16", "float32")
-WHOLE_NUMBERS = ("target",)  # operands of built-in blocks that are no floating numbers
-UNTRAINED = ("cos", "sin", "target")
+# Operands of built-in blocks that are no floating numbers, and those that no model trains.
+WHOLE_NUMBERS = ("target", "seed", "feed_forward_seed")
+UNTRAINED = ("cos", "sin", *WHOLE_NUMBERS)
 
 
 @dataclass(frozen=True)
@@ -45,16 +47,29 @@ def find_target(
     if dtype not in DTYPES:
         raise Fault(f"unknown --dtype {dtype!r}: one of {', '.join(DTYPES)}")
     given = parse_sizes(sizes)
-    own = text not in BUILT_IN
-    program = _load(text) if own else BUILT_IN[text]
+    own = text not in BUILT_IN and text not in VARIANTS
+    subject = _subject(text)
+    program = subject.program
     known = {**DEFAULTS, **given} if own else _built_in_sizes(text, given)
-    known = {**program.defaults, **known}
-    operands = tuple(_operand(program, name, known, dtype) for name in _operands(program, text))
+    known = {**program.defaults, **subject.constants, **known}
+    whole = () if own else WHOLE_NUMBERS
+    operands = tuple(
+        _operand(subject, name, known, "int64" if name in whole else dtype)
+        for name in _operands(subject, text)
+    )
     names = [operand.name for operand in operands]
     still = _frozen(frozen, names) | set(() if own else UNTRAINED)
     constants = tuple((n, _constant(n, known)) for n in program.parameters if n not in names)
     needed = tuple(name for name in names if name not in still)
     return Target(program, Signature(operands, constants), needed, int(known["M"]))
+
+
+def _subject(text: str) -> Variant:
+    """The program that a command names, with the shapes of its operands."""
+    if text in VARIANTS:
+        return VARIANTS[text]
+    program = BUILT_IN[text] if text in BUILT_IN else _load(text)
+    return Variant(program, program.shapes or {}, {})
 
 
 def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
@@ -89,7 +104,7 @@ def _built_in_sizes(name: str, given: Mapping[str, int]) -> dict[str, Any]:
         "N": (heads + 2 * key_value_heads) * width,
         "R": width // 2,
         "head_dim": width,
-        "heads": heads if name == "qwen3" else heads + key_value_heads,
+        "heads": heads if name == "qwen3" or name in VARIANTS else heads + key_value_heads,
         "key_value_heads": key_value_heads,
     }
 
@@ -100,22 +115,21 @@ def _constant(name: str, known: Mapping[str, Any]) -> Any:
     return known[name]
 
 
-def _operands(program: Program, text: str) -> list[str]:
+def _operands(subject: Variant, text: str) -> list[str]:
     """The parameters with a declared shape; the others must have defaults or sizes."""
-    if not program.shapes:
+    if not subject.shapes:
         raise Fault(
             f"{text} declares no shapes: write @cz.block(shapes={{'x': 'M D', 'w': 'N D'}})"
         )
-    return [name for name in program.parameters if name in program.shapes]
+    return [name for name in subject.program.parameters if name in subject.shapes]
 
 
-def _operand(program: Program, name: str, known: Mapping[str, Any], dtype: str) -> Operand:
-    assert program.shapes is not None
-    rows, columns = (_size(token, name, known) for token in program.shapes[name].split())
+def _operand(subject: Variant, name: str, known: Mapping[str, Any], dtype: str) -> Operand:
+    rows, columns = (_size(token, name, known) for token in subject.shapes[name].split())
     if not isinstance(columns, int):
-        raise Fault(f"operand {name} of {program.__name__} has M columns: M counts rows alone")
-    whole = name in WHOLE_NUMBERS and program in BUILT_IN.values()
-    return Operand(name, rows, columns, "int64" if whole else dtype)
+        called = subject.program.__name__
+        raise Fault(f"operand {name} of {called} has M columns: M counts rows alone")
+    return Operand(name, rows, columns, dtype)
 
 
 def _size(token: str, operand: str, known: Mapping[str, Any]) -> Dim:
@@ -132,7 +146,7 @@ def _load(text: str) -> Program:
     """The program `FILE.py:function` or `module:function`."""
     place, _, name = text.rpartition(":")
     if not place or not name:
-        built_in = ", ".join(BUILT_IN)
+        built_in = ", ".join((*BUILT_IN, *VARIANTS))
         raise Fault(
             f"unknown target {text!r}: one of {built_in}, FILE.py:function, module:function"
         )

@@ -1,0 +1,74 @@
+"""The library on a GPU: every variant and make of layer against float64 by torch's own error."""
+
+import pytest
+import torch
+from block_operands import cast
+from calls import BRAIN, SINGLE, check_as_good_as_torch, launches, upstream_of
+from programs import assert_close, error_of
+from stock_layers import MAKES, StockLayer
+from stock_programs import operands
+from torch import nn
+
+import cadenza as cz
+from cadenza.library.variants import VARIANTS
+
+pytestmark = pytest.mark.gpu
+ALIGNED = {"D": 256, "F": 384, "H": 4, "KV": 2, "HD": 64, "V": 640}
+TINY = {"D": 32, "F": 48, "H": 2, "KV": 1, "HD": 16, "V": 64}
+# What rounds to a dtype of its own has a test of its own.
+NAMES = [name for name in VARIANTS if name != "weight-gradient"]
+each_dtype = pytest.mark.parametrize("dtype", [BRAIN, SINGLE], ids=str)
+
+
+@pytest.mark.interpreted
+@each_dtype
+@pytest.mark.parametrize("name", NAMES)
+def test_variants_are_as_good_as_torch(name, dtype, place):
+    place.allows(dtype)
+    program = VARIANTS[name].program
+    with torch.device(place.device):
+        made = operands(name, place.rows(129), TINY if place.interpreted else ALIGNED)
+    arguments = cast(made, dtype)
+    with launches() as found:
+        check_as_good_as_torch(program, arguments, upstream_of(program.plain, arguments))
+    assert len(found), "nothing ran by Triton"
+
+
+@each_dtype
+@pytest.mark.parametrize("make", MAKES)
+def test_layers_are_as_good_as_their_twins(make, dtype, place):
+    sizes = {"width": 256, "heads": 4, "key_value_heads": 2, "head_dim": 64}
+    x = torch.randn(2, 65, 256, device=place.device)
+    tables = cz.ops.rotary_tables(cz.ops.Rotary(64), torch.arange(65, device=place.device)[None])
+    tables = None if make == "gpt2" else [t.expand(2, -1, -1).to(dtype) for t in tables]
+    twin = StockLayer(make, sizes, 384, 1e-5).to(place.device)
+    for weight in twin.parameters():
+        nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    layer = cz.nn.DecoderLayer(256, 4, 2, 384, architecture=make, head_dim=64).to(x)
+    twin = twin.to(dtype)
+    layer.load_state_dict(twin.state_dict())
+    found = []
+    for module, wanted in ((twin, torch.float64), (twin, dtype), (layer, dtype)):
+        module = module.to(wanted)
+        given = None if tables is None else [t.to(wanted) for t in tables]
+        low = x.to(dtype).to(wanted).requires_grad_()
+        ours = module is layer
+        stream = module(low, None, *(given or ()))[0] if ours else module(low, given)
+        stream.square().mean().backward()
+        found.append((stream.detach(), low.grad))
+        module.zero_grad()
+    for oracle, stock, actual in zip(*found, strict=True):
+        assert error_of(actual, oracle) <= 2 * error_of(stock, oracle)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("kept", [BRAIN, SINGLE], ids=str)
+def test_weight_gradients_accumulate_in_place(kept, place):
+    dtype = SINGLE if place.interpreted else BRAIN
+    rows = place.rows(1000)
+    x, dy = (torch.randn(rows, n, device=place.device).to(dtype) for n in (32, 48))
+    gradient = torch.randn(48, 32, device=place.device).to(kept)
+    oracle = gradient.double() + dy.double().T @ x.double()
+    single = gradient.float() + dy.float().T @ x.float()
+    cz.ops.accumulate_weight_gradient(gradient, x, dy)
+    assert_close(gradient, oracle, single.to(kept))
