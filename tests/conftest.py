@@ -17,6 +17,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Every program of every test, and of the processes that tests start, runs by small, ragged tiles.
 os.environ.setdefault("CADENZA_REFERENCE_TILE", "5")
 
+# Kernels run by defaults: what is measured differs from one run to the next.
+os.environ.setdefault("CADENZA_TUNE", "off")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings

@@ -101,7 +101,7 @@ def test_a_tile_is_no_larger_than_the_product_needs(
 
 
 def test_a_strip_holds_whole_rows_only_where_it_must() -> None:
-    assert strip(6144, 1, holds=False).W == 128
+    assert strip(6144, 1, holds=False).W == 256
     assert strip(6144, 1, holds=True).W == 8192
     assert strip(5, 1, holds=False).W == 16
     assert strip(6144, 256, holds=False).W == 256

@@ -220,7 +220,7 @@ def test_no_place_at_all(monkeypatch):
     def nowhere(*_):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(modules, "_kept", nowhere)
+    monkeypatch.setattr(modules, "kept", nowhere)
     assert modules.function(text(5))() == 5
 
 

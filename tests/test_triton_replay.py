@@ -63,7 +63,17 @@ class Launcher:
 class Direct:
     """Stands for a compiled launcher."""
 
-    blanks = (None, None)
+    blanks, head = (None, None), ("kernel",)
+
+    def __init__(self):
+        self.launched, self.encoded = [], 0
+
+    def raw(self, *given):
+        self.launched.append(given)
+
+    def map_at(self, pointer, number, descriptor):
+        self.encoded += 1
+        return f"map of {pointer}"
 
 
 def recorded(direct=Direct, usable=True):
@@ -86,7 +96,22 @@ def test_a_recording_becomes_addresses_relative_to_bases():
     assert [m[:4] for m in first.maps] == [(0, 1, 0, 0)]  # the input
     assert first.pointers == ((5, 0, 0),)  # the workspace
     assert second.pointers == ((0, 0, 0), (1, 2, 0))
-    assert (found.workspace, found.outputs) == (ALIGNMENT, [((4, 8), torch.float32)])
+    assert (found.workspace, found.outputs) == (ALIGNMENT, [((4, 8), (8, 1), torch.float32)])
+
+
+def test_addresses_that_come_back_are_put_in_once():
+    direct = Direct()
+    recording, x, _, out = recorded(lambda: direct)
+    found = replay(recording, [x], [out], DEVICE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
+        for bases in [(1000, 1, 2), (1000, 1, 2), (1000, 3, 2)]:
+            found._run(bases)
+    first = (1, 1, 1, 5, "kernel", "map of 1", 4, 8, 8, 1, 1000, 8, None, None)
+    assert direct.launched[:2] == [first, (2, 1, 1, 5, "kernel", 1000, 2, 7, None, None)]
+    assert direct.launched[2:4] == direct.launched[:2]
+    assert direct.launched[4][5] == "map of 3"
+    assert direct.encoded == 2
 
 
 def test_what_can_not_be_repeated():
@@ -113,11 +138,12 @@ def test_the_library_path_gives_the_same_values(name):
     for plan, inputs in ((pair.forward_plan, forward), (pair.backward_plan, backward)):
         by_library = Executable(plan)
         program = Program(plan, target=Target.named("sm_90"))  # float32 is torch's there
-        by_library.programs[INTERPRETER] = program
+        by_library.programs[INTERPRETER, by_library.rows] = program
         assert sum(isinstance(step, LibraryProduct) for step in program.steps) == plan.products
         expected = reference.compile_plan(plan)(inputs, 19)
         for found, exact in zip(by_library(inputs, 19), expected, strict=True):
             torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+        assert by_library.program is program
 
 
 @pytest.mark.parametrize("release", ["3.5.1", "3.7.0", "3.9.0", "4.0.0"])

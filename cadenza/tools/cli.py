@@ -20,7 +20,7 @@ from cadenza import __version__
 from cadenza.core.errors import BackEndError
 from cadenza.tools.bench.options import Options
 from cadenza.tools.fault import Fault
-from cadenza.tools.question import Question
+from cadenza.tools.question import Question, Sizes
 from cadenza.tools.settings import COMPARED_STEPS, DEFAULT_STEPS, Settings
 
 # Typer doesn't name the base of its usage errors in public, and has moved it between releases.
@@ -137,6 +137,20 @@ def explain(
 
     question = Question(**{name: value for name, value in given.items() if value is not None})
     return run_explain(target, question, json)
+
+
+@app.command()
+@taking(Sizes)
+def tune(
+    target: str = typer.Argument(help="a built-in block, FILE.py:function or module:function"),
+    full: bool = typer.Option(False, "--full", help="the long list of candidates"),
+    **given: Any,
+) -> int:
+    """Measure which kernels are fastest for a block on this GPU, and keep it for later runs."""
+    from cadenza.tools.tune import run_tune
+
+    sizes = Sizes(**{name: value for name, value in given.items() if value is not None})
+    return run_tune(target, sizes, full)
 
 
 @app.command()

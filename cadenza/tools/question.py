@@ -1,4 +1,4 @@
-"""What `cadenza explain` can be asked, besides its target. Importing this file loads no torch."""
+"""What `cadenza explain` and `tune` can be asked, besides a target. It loads no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from dataclasses import dataclass, field
 SIZES, FROZEN = "sizes by name: D=4096,F=14336", "operands that need no gradient: x,w"
 SOURCE = "print the Triton module of this kernel (F2, B3) or vector (s1); of all, if left open"
 WHY = "say why this value is stored, computed again, deferred"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Options of `tune`."""
+
+    size: list[str] | None = field(default=None, metadata={"help": SIZES})
+    frozen: list[str] | None = field(default=None, metadata={"help": FROZEN})
+    dtype: str = field(default="bfloat16", metadata={"help": "dtype of the operands"})
 
 
 @dataclass(frozen=True)

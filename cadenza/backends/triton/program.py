@@ -50,7 +50,7 @@ Choose = Callable[[Kernel], Choice | None]
 Offer = Callable[[Kernel, Sequence[Step], Callable[[Choice], Sequence[Step]]], None]
 Chosen = TypeVar("Chosen", Configuration, Strip)
 MEASURED = "torch's product was measured to be faster"
-FEW = 16  # a kernel merges this many partials of a row itself
+FEW = 4  # a kernel merges this many partials of a row itself, in each part of each tile
 
 
 def layout_of(kernel: Kernel) -> Layout:

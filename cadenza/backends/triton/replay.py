@@ -94,7 +94,10 @@ class Replay:
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The outputs of inputs in order."""
         device = self.device
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.outputs]
+        made = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype in self.outputs
+        ]
         space = torch.empty(self.workspace, dtype=torch.uint8, device=device)
         bases = (space.data_ptr(), *[t.data_ptr() for t in tensors], *[t.data_ptr() for t in made])
         if torch._C._cuda_getDevice() == self.index:
@@ -141,7 +144,7 @@ def replay(
         if direct is None:
             return None
         launches.append(_launch(direct, grid, given, places))
-    shapes = [(tuple(t.shape), t.dtype) for t in outputs]
+    shapes = [(tuple(t.shape), t.stride(), t.dtype) for t in outputs]
     return Replay(launches, shapes, total, device)
 
 

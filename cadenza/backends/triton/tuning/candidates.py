@@ -50,6 +50,12 @@ HOPPER_MORE = (
     Configuration(128, 64, 64, warps=4, stages=6, parts=1),
     Configuration(128, 192, 64, warps=8, stages=3, parts=4),
 )
+BLACKWELL = (
+    *(c for c in HOPPER if not c.pingpong),
+    Configuration(128, 256, 64, warps=8, stages=4, parts=4, boxes=LOADS),
+    Configuration(128, 128, 64, warps=8, stages=4, parts=2, boxes=LOADS),
+    Configuration(256, 128, 64, warps=8, stages=3, parts=2, boxes=BOTH),
+)
 AMPERE = (
     Configuration(128, 256, 32, warps=8, stages=3, parts=2),
     Configuration(128, 256, 64, warps=8, stages=3, parts=4),
@@ -75,7 +81,7 @@ AMD = (
 )
 LISTS = {
     "hopper": (HOPPER, HOPPER_MORE),
-    "blackwell": tuple([c for c in cuts if not c.pingpong] for cuts in (HOPPER, HOPPER_MORE)),
+    "blackwell": (BLACKWELL, [c for c in HOPPER_MORE if not c.pingpong and c not in BLACKWELL]),
     "ampere": (AMPERE, AMPERE_MORE),
     "workstation": (AMPERE, AMPERE_MORE),
     "amd": (AMD, ()),

@@ -27,6 +27,7 @@ from cadenza.backends.triton.launch import Descriptor, Launcher
 from cadenza.backends.triton.target import Target
 from cadenza.backends.triton.tuning.recipes import NOWHERE, Call, KernelCall, Room, views
 
+COMPILE, MEASURE = "compile", "measure"  # what processes are for; only one touches the GPU
 SAMPLE = 2.0  # milliseconds of launches between two events
 MOST = 20  # launches between two events
 BACKLOG = 2_000_000  # cycles that the GPU waits, so that the host is ahead of it
@@ -254,6 +255,8 @@ def main() -> None:
     """Answers tasks until there are no more: `(False, said)` underway, `(True, answer)` at last."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    if sys.argv[1:] == [MEASURE]:
+        torch.cuda.init()
     while True:
         try:
             task = receive(sys.stdin.buffer)

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,13 @@ def _nothing(said: Any) -> None:
 class Worker:
     """One process."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         paths = [str(ROOT), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
         environment |= {"OMP_NUM_THREADS": "1", "CADENZA_TUNE": "off"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cadenza.backends.triton.tuning.worker"],
+            [sys.executable, "-m", "cadenza.backends.triton.tuning.worker", kind],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             env=environment, start_new_session=True,
         )  # fmt: skip
@@ -72,7 +73,8 @@ class Worker:
 
     def end(self) -> None:
         """Ends the process."""
-        os.killpg(self.process.pid, signal.SIGKILL)  # with what it has forked
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # with what it has forked
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
@@ -110,13 +112,19 @@ class Workers:
         """The answer of a free process, or of a new one; Hangs as Worker.ask."""
         with self.lock:
             free = self.free.setdefault(kind, [])
-            worker = free.pop() if free else None
-        worker = worker or Worker()
+            worker = free.pop() if free else Worker(kind)
         answer = worker.ask(task, seconds, hear)
         with self.lock:
             self.free.setdefault(kind, []).append(worker)
         self._end_later()
         return answer
+
+    def prepare(self, kind: str) -> None:
+        """Starts a process for the next task if none is free: it loads what it needs meanwhile."""
+        with self.lock:
+            if not self.free.get(kind):
+                self.free[kind] = [Worker(kind)]
+        self._end_later()
 
     def _end_later(self) -> None:
         with self.lock:
