@@ -1,0 +1,78 @@
+"""Selection by measurement on a GPU: values stay right, and what workers compile is found again."""
+
+import json
+
+import block_operands
+import pytest
+import torch
+from calls import check_as_good_as_torch, operands, upstream_of
+from programs import labelled
+
+import cadenza as cz
+from cadenza.backends.triton.tuning import choices, contests, records
+from cadenza.core.errors import BackEndError
+from cadenza.library.blocks import BUILT_IN
+
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
+BRAIN = torch.bfloat16
+SIZES = {"D": 512, "F": 1024, "H": 4, "KV": 2, "HD": 64}
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """Everything is worth measuring, and nothing is known."""
+    monkeypatch.setenv("CADENZA_TUNE", "first")
+    monkeypatch.setenv("CADENZA_CACHE", str(tmp_path))
+    monkeypatch.setattr(choices, "_decided", {})
+    monkeypatch.setattr(contests, "WORTH", 0)
+    monkeypatch.setattr(contests, "WORTH_BYTES", 0)
+
+
+def compiled(monkeypatch):
+    """Of each kernel that this process asks for, whether Triton's cache had it."""
+    from triton import knobs
+
+    found = []
+
+    def heard(*given, **named):
+        found.append(named.get("cache_hit", given[-1] if given else None))
+
+    monkeypatch.setattr(knobs.compilation, "listener", heard)
+    return found
+
+
+def test_a_measured_block_is_as_good_as_torch(place, monkeypatch):
+    arguments = operands("llama", 513, place, BRAIN, {**SIZES, "F": 1152})
+    upstream = upstream_of(BUILT_IN["llama"].plain, arguments)
+    hits = compiled(monkeypatch)
+    heard = []
+    with choices.telling(lambda *given: heard.append(given)):
+        check_as_good_as_torch(BUILT_IN["llama"], arguments, upstream)
+    assert len(heard) >= 12
+    assert all(entry for *_, entry in heard), "a kernel of which no candidate ran"
+    assert hits, "nothing was compiled"
+    assert sum(hits) >= 0.8 * len(hits), "workers compile something else than launches ask for"
+    kept = json.loads(records.path().read_text())
+    assert all(records.choice_of(entry) for entry in kept.values())
+
+
+def test_another_process_would_measure_nothing(place, monkeypatch):
+    arguments = operands("llama-mlp", 256, place, BRAIN, {**SIZES, "F": 1280})
+    with torch.no_grad():
+        first = labelled(BUILT_IN["llama-mlp"](**arguments))
+    monkeypatch.setattr(choices, "_decided", {})
+    monkeypatch.setattr(choices, "_measure_missing", None)  # it would fail
+    fresh = cz.block(shapes=BUILT_IN["llama-mlp"].shapes)(BUILT_IN["llama-mlp"].function)
+    with torch.no_grad():
+        again = labelled(fresh(**arguments))
+    for name, value in first.items():
+        assert torch.equal(value, again[name])
+
+
+def test_nothing_is_measured_while_a_graph_is_captured(place):
+    arguments = operands("llama-mlp", 128, place, BRAIN, {**SIZES, "F": 896})
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(BackEndError, match="call it once before"), torch.cuda.graph(graph):
+        BUILT_IN["llama-mlp"](**arguments)
+    BUILT_IN["llama-mlp"](**block_operands.cast(arguments, BRAIN))
+    torch.cuda.synchronize()
