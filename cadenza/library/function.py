@@ -24,7 +24,7 @@ from cadenza.core.trace import location
 from cadenza.library.autocast import autocast_dtype
 from cadenza.library.eager import Calls, Prepared, kind_of, watched
 from cadenza.library.identity import CONSTANTS, register
-from cadenza.library.operands import as_matrix, checked_shapes
+from cadenza.library.operands import as_matrix, checked_shapes, declared_dtypes
 from cadenza.library.operator import PROGRAMS, find
 from cadenza.library.specialize import Call, Specialization, Specializations
 
@@ -47,6 +47,7 @@ class Program:
         self.function = function
         self._name_operands()
         self.shapes = checked_shapes(shapes, self.parameters, location(function))
+        self.dtypes = declared_dtypes(shapes)
         self.specializations = Specializations(self._traced(), function.__name__, self.shapes)
         self.key = register(function, self.shapes, self.specializations)
         self.calls = Calls()
@@ -272,7 +273,8 @@ def block(function: Function | None = None, *, shapes: Shapes = None) -> Any:
     """A function over `cadenza.lang` as a differentiable program, called with its own arguments.
 
     `shapes` may declare operands' sizes, {"x": "M D", "w": "2*F D", "rstd": "M 1"}; M is the
-    number of rows. Raises ProgramError at the first call if the function is not a program.
+    number of rows. "M 1 int64" (int32, bool) declares an operand that is no floating number.
+    Raises ProgramError at the first call if the function is not a program.
     """
     return Program(function, shapes) if function else lambda f: Program(f, shapes)
 

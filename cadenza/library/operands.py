@@ -21,6 +21,7 @@ from cadenza.core.ops import Dim, M
 from cadenza.core.trace import Operand, undecided
 
 Tensor = torch.Tensor
+KINDS = ("int64", "int32", "bool")  # dtypes that a declared shape may end in
 SIZE_PARTS = (ast.Name, ast.Load, ast.Constant, ast.BinOp, ast.Mult, ast.Add)
 
 
@@ -33,7 +34,7 @@ class Operands(NamedTuple):
 
 
 def checked_shapes(shapes: Any, parameters: Sequence[str], where: str) -> dict[str, str] | None:
-    """The declared shapes. Raises ProgramError, naming the declaration, where they aren't any."""
+    """The declared sizes, two an operand. Raises ProgramError, naming the declaration, if wrong."""
     if not shapes:
         return None
     known = isinstance(shapes, Mapping)
@@ -42,7 +43,7 @@ def checked_shapes(shapes: Any, parameters: Sequence[str], where: str) -> dict[s
             found, known = f"{name!r}: {text!r}", False
             break
     if known:
-        return dict(shapes)
+        return {name: " ".join(text.split()[:2]) for name, text in shapes.items()}
     raise ProgramError(
         "shapes that don't declare operands",
         found=found if isinstance(shapes, Mapping) else repr(shapes),
@@ -52,9 +53,17 @@ def checked_shapes(shapes: Any, parameters: Sequence[str], where: str) -> dict[s
     )
 
 
+def declared_dtypes(shapes: Mapping[str, str] | None) -> dict[str, str]:
+    """The dtypes of operands that are declared to be no floating numbers: "M 1 int64"."""
+    words = {name: text.split() for name, text in (shapes or {}).items()}
+    return {name: found[2] for name, found in words.items() if len(found) > 2}
+
+
 def _is_shape(text: object) -> bool:
-    tokens = text.split() if isinstance(text, str) else []
-    return len(tokens) == 2 and all(map(_is_size, tokens))
+    sizes = text.split() if isinstance(text, str) else []
+    if len(sizes) == 3 and sizes[2] in KINDS:
+        sizes.pop()
+    return len(sizes) == 2 and all(map(_is_size, sizes))
 
 
 def _is_size(token: str) -> bool:

@@ -61,13 +61,17 @@ def _steps(plan: PlanText, text: PairText, gpu: str) -> Iterator[Emitted]:
         for kernel in plan.kernels:
             yield Emitted(kernel.name, None, "by torch, as all programs in float64", falls=True)
         return
+    for name, step in named_steps(plan, text, gpu):
+        yield Emitted(name, step.source.text if step.source else None, *_instead(step))
+
+
+def named_steps(plan: PlanText, text: PairText, gpu: str) -> Iterator[tuple[str, Step]]:
+    """The back end's steps of one pass, in order, each with the name of its kernel or vector."""
     program = Program(plan.plan, None, text, Target.named(TARGETS[gpu]))
     names = program.names | text.names | {k.node: k.name for k in plan.beside}
     for step in program.steps:
         kernel = _kernel_of(step, plan)
-        name = kernel.name if kernel else names.get(_vector_of(step), "a vector")
-        text_of = step.source.text if step.source else None
-        yield Emitted(name, text_of, *_instead(step))
+        yield kernel.name if kernel else names.get(_vector_of(step), "a vector"), step
 
 
 def _kernel_of(step: Step, plan: PlanText) -> KernelText | None:

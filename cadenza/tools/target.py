@@ -28,6 +28,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 # Operands of built-in blocks that are no floating numbers, and those that no model trains.
 WHOLE_NUMBERS = ("target", "seed", "feed_forward_seed")
 UNTRAINED = ("cos", "sin", *WHOLE_NUMBERS)
+OURS = {*BUILT_IN.values(), *(variant.program for variant in VARIANTS.values())}
 
 
 @dataclass(frozen=True)
@@ -44,28 +45,40 @@ def find_target(
     text: str, sizes: Sequence[str] = (), dtype: str = "bfloat16", frozen: Sequence[str] = ()
 ) -> Target:
     """The target that a command names. Raises Fault when there is none, or a size is missing."""
+    given, own = parse_sizes(sizes), not is_built_in(text)
+    known = {**DEFAULTS, **given} if own else built_in_sizes(text, given)
+    return target_of(subject_of(text), known, dtype, frozen)
+
+
+def target_of(
+    subject: Variant, sizes: Mapping[str, Any], dtype: str, frozen: Sequence[str] = ()
+) -> Target:
+    """A program at sizes by name, floating operands in a dtype.
+
+    Raises Fault where a size is missing, for a dtype that no target has, an operand that is none.
+    """
     if dtype not in DTYPES:
         raise Fault(f"unknown --dtype {dtype!r}: one of {', '.join(DTYPES)}")
-    given = parse_sizes(sizes)
-    own = text not in BUILT_IN and text not in VARIANTS
-    subject = _subject(text)
-    program = subject.program
-    known = {**DEFAULTS, **given} if own else _built_in_sizes(text, given)
-    known = {**program.defaults, **subject.constants, **known}
-    whole = () if own else WHOLE_NUMBERS
+    program, own = subject.program, subject.program not in OURS
+    known = {**program.defaults, **subject.constants, **sizes}
+    whole = program.dtypes if own else dict.fromkeys(WHOLE_NUMBERS, "int64")
     operands = tuple(
-        _operand(subject, name, known, "int64" if name in whole else dtype)
-        for name in _operands(subject, text)
+        _operand(subject, name, known, whole.get(name, dtype)) for name in _operands(subject)
     )
     names = [operand.name for operand in operands]
-    still = _frozen(frozen, names) | set(() if own else UNTRAINED)
+    still = _frozen(frozen, names) | set(whole if own else UNTRAINED)
     constants = tuple((n, _constant(n, known)) for n in program.parameters if n not in names)
     needed = tuple(name for name in names if name not in still)
     return Target(program, Signature(operands, constants), needed, int(known["M"]))
 
 
-def _subject(text: str) -> Variant:
-    """The program that a command names, with the shapes of its operands."""
+def is_built_in(text: str) -> bool:
+    """Whether a target's name is that of a built-in block or of a variant of the library."""
+    return text in BUILT_IN or text in VARIANTS
+
+
+def subject_of(text: str) -> Variant:
+    """The program that a command names, with the shapes of its operands; Fault if there is none."""
     if text in VARIANTS:
         return VARIANTS[text]
     program = BUILT_IN[text] if text in BUILT_IN else _load(text)
@@ -90,7 +103,7 @@ def _frozen(texts: Sequence[str], names: Sequence[str]) -> set[str]:
     return frozen
 
 
-def _built_in_sizes(name: str, given: Mapping[str, int]) -> dict[str, Any]:
+def built_in_sizes(name: str, given: Mapping[str, int]) -> dict[str, Any]:
     """The sizes of a built-in block: those given, defaults, and those that follow."""
     for size in given:
         if size not in DEFAULTS:
@@ -115,11 +128,12 @@ def _constant(name: str, known: Mapping[str, Any]) -> Any:
     return known[name]
 
 
-def _operands(subject: Variant, text: str) -> list[str]:
+def _operands(subject: Variant) -> list[str]:
     """The parameters with a declared shape; the others must have defaults or sizes."""
     if not subject.shapes:
         raise Fault(
-            f"{text} declares no shapes: write @cz.block(shapes={{'x': 'M D', 'w': 'N D'}})"
+            f"{subject.program.__name__} declares no shapes: write "
+            "@cz.block(shapes={'x': 'M D', 'w': 'N D'})"
         )
     return [name for name in subject.program.parameters if name in subject.shapes]
 
@@ -150,7 +164,11 @@ def _load(text: str) -> Program:
         raise Fault(
             f"unknown target {text!r}: one of {built_in}, FILE.py:function, module:function"
         )
-    module = _module(place)
+    return program_of(load_module(place), place, name)
+
+
+def program_of(module: ModuleType, place: str, name: str) -> Program:
+    """The program of this name in a module. Raises Fault, naming those there are, for another."""
     found = getattr(module, name, None)
     if isinstance(found, Program):
         return found
@@ -159,7 +177,8 @@ def _load(text: str) -> Program:
     raise Fault(f"{place} has no block or epilogue {name!r}: {there}")
 
 
-def _module(place: str) -> ModuleType:
+def load_module(place: str) -> ModuleType:
+    """The module of this name, or a file run anew. Raises Fault where it cannot be imported."""
     try:
         if not place.endswith(".py"):
             sys.path.insert(0, str(Path.cwd()))
@@ -168,10 +187,11 @@ def _module(place: str) -> ModuleType:
             raise Fault(f"there is no file {place}")
         spec = importlib.util.spec_from_file_location(Path(place).stem, place)
         assert spec is not None
-        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules.setdefault(module.__name__, module)
-        spec.loader.exec_module(module)
+        # Not by the loader: its cache takes a file saved twice within a second for unchanged.
+        code = compile(Path(place).read_bytes(), place, "exec", dont_inherit=True)
+        exec(code, module.__dict__)
     except ProgramError as error:
         raise Fault(str(error)) from None
     except Fault:

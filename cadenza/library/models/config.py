@@ -37,9 +37,9 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         for name in SIZES:
-            _check_positive(name, getattr(self, name))
-        _check_divides("width", self.width, "heads", self.heads)
-        _check_divides("heads", self.heads, "key_value_heads", self.key_value_heads)
+            check_positive(name, getattr(self, name))
+        check_divides("width", self.width, "heads", self.heads)
+        check_divides("heads", self.heads, "key_value_heads", self.key_value_heads)
         if self.head_dim % 2:
             raise ValueError(
                 f"width {self.width} over heads {self.heads} gives heads of {self.head_dim} "
@@ -53,14 +53,25 @@ class LlamaConfig:
             )
 
 
-def _check_positive(name: str, size: int) -> None:
+def check_positive(name: str, size: int) -> None:
+    """Raise ValueError unless the size is a whole number from 1 on."""
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"{name} is {size!r}, not a positive whole number: choose 1 or more")
 
 
-def _check_divides(name: str, size: int, part_name: str, part: int) -> None:
+def check_divides(name: str, size: int, part_name: str, part: int) -> None:
+    """Raise ValueError unless `part` divides `size`."""
     if size % part:
         raise ValueError(
             f"{name} {size} is not divisible by {part_name} {part}: "
             f"choose {name} a multiple of {part}, as {part * (size // part + 1)}"
+        )
+
+
+def check_length(length: int, context: int) -> None:
+    """Raise ValueError for a sequence longer than a model's context."""
+    if length > context:
+        raise ValueError(
+            f"{length} tokens don't fit in a context of {context}: "
+            "shorten the sequence or make the model with a larger context"
         )

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from cadenza.library import blocks
 from cadenza.library.cross_entropy import linear_cross_entropy
-from cadenza.library.models.config import LlamaConfig
+from cadenza.library.models.config import LlamaConfig, check_length
 from cadenza.library.models.stock import INITIAL_DEVIATION, rotary_tables
 from cadenza.library.nn import DecoderLayer
 
@@ -54,11 +54,7 @@ class Llama(nn.Module):
         (float64 for a model in float64), computed in chunks of rows; targets of -100 don't
         count. Raises ValueError where S is above `config.context`.
         """
-        if tokens.shape[-1] > self.config.context:
-            raise ValueError(
-                f"{tokens.shape[-1]} tokens don't fit in a context of {self.config.context}: "
-                "shorten the sequence or make the model with a larger context"
-            )
+        check_length(tokens.shape[-1], self.config.context)
         x = self.model(tokens)
         if targets is None:
             return self.lm_head(x)

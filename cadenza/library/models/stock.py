@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cadenza.library.models.config import LlamaConfig
+from cadenza.library.models.config import LlamaConfig, check_length
 
 INITIAL_DEVIATION = 0.02
 
@@ -119,11 +119,7 @@ class StockLlama(nn.Module):
         (float64 for a model in float64); targets of -100 don't count. Raises ValueError where
         S is above `config.context`.
         """
-        if tokens.shape[-1] > self.config.context:
-            raise ValueError(
-                f"{tokens.shape[-1]} tokens don't fit in a context of {self.config.context}: "
-                "shorten the sequence or make the model with a larger context"
-            )
+        check_length(tokens.shape[-1], self.config.context)
         logits = self.lm_head(self.model(tokens))
         if targets is None:
             return logits

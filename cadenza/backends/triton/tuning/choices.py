@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from threading import Lock, Thread
+from time import monotonic
 from typing import Any
 
 from cadenza.backends.triton.configuration import Configuration
@@ -171,8 +172,10 @@ def _compiled(
 
 
 def _compile(task: Compile, futures: Sequence[Future[Any]], seconds: float) -> None:
+    start = monotonic()
     try:
         WORKERS.ask(task, seconds, COMPILE, lambda said: futures[said[0]].set_result(said[1]))
+        log.debug("compiled %d kernels in %.1f s", len(futures), monotonic() - start)
         problem = "it was not compiled"
     except (Hangs, OSError) as error:
         problem = f"compiling it: {error}"
@@ -203,9 +206,10 @@ def _times(
         if not entrants:
             return found
         index = setting.device.index or 0
-        task = Measure(index, [contest.calls[n] for n in entrants], seconds)
+        task, start = Measure(index, [contest.calls[n] for n in entrants], seconds), monotonic()
         try:
             answers = WORKERS.ask(task, seconds + LAUNCHING, MEASURE)
+            log.debug("launched %d candidates in %.1f s", len(entrants), monotonic() - start)
         except Hangs as error:
             said = error.said if isinstance(error.said, int) else len(entrants)
             if said >= len(entrants):  # it is not known which

@@ -19,6 +19,7 @@ import torch
 from cadenza.backends.triton import templates
 from cadenza.backends.triton.columns import Unsupported
 from cadenza.backends.triton.configuration import Facts
+from cadenza.backends.triton.gluon_launch import HEAVY, heavy
 from cadenza.backends.triton.launch import version
 from cadenza.backends.triton.launches import Launch, PointwiseLaunch, ProductLaunch
 from cadenza.backends.triton.memory import Step
@@ -190,6 +191,9 @@ def _candidates(launch: Launch, setting: Setting, full: bool) -> Sequence[Choice
         size = launch.plan.dtypes[launch.operands[0]].itemsize
         facts = Facts.of(launch.source, launch.product, size)
         rows = setting.rows if facts.M is None else facts.M
-        return product_candidates(facts, setting.target, rows, setting.programs, full)
+        found = product_candidates(facts, setting.target, rows, setting.programs, full)
+        if full or not heavy(launch.source):
+            return found
+        return [c for c in found if not c.pingpong or c.BM <= HEAVY.BM]
     assert isinstance(launch, PointwiseLaunch)
     return strip_candidates(launch.strip, launch.source.unit, launch.holds, full)

@@ -34,6 +34,18 @@ BACKLOG = 2_000_000  # cycles that the GPU waits, so that the host is ahead of i
 FEWEST = 3  # rounds, however long they take
 
 
+EMPTY = """{prefix}
+
+
+@{jit}
+def kernel(x):
+    pass
+"""
+PLAIN = EMPTY.format(prefix="import triton", jit="triton.jit")
+GLUON = EMPTY.format(prefix="from triton.experimental import gluon", jit="gluon.jit")
+WARM = KernelCall(PLAIN, {}, {"num_warps": 4}, (1, 1), (16,))
+
+
 class Compile(NamedTuple):
     """A task: compile launches for a target, so many at a time.
 
@@ -47,6 +59,7 @@ class Compile(NamedTuple):
     def run(self, say: Callable[[Any], None]) -> None:
         """Compiles each in a process forked from this one, which has loaded what that takes."""
         _pretend(self.target)
+        _load(self.target)
         waiting = list(enumerate(self.calls))[::-1]
         running: dict[int, tuple[int, int]] = {}
         while waiting or running:
@@ -59,6 +72,12 @@ class Compile(NamedTuple):
                 with os.fdopen(handle, "rb") as answer:
                     say((number, _answer(answer)))
                 os.waitpid(process, 0)
+
+
+def _load(target: Target) -> None:
+    """Loads what compiling takes, so that processes forked from this one have it."""
+    for call in (WARM, WARM._replace(text=GLUON)):
+        _compiled(call, target)
 
 
 def _forked(call: KernelCall, target: Target) -> tuple[int, int]:
