@@ -41,18 +41,18 @@ LIGHT = Configuration(BM=192, BN=COLUMNS, BK=64, warps=4, stages=5, parts=4)
 
 def default(source: Source) -> Configuration:
     """The tile that is taken where nothing is measured: as many rows as registers allow."""
-    return HEAVY if heavy(source) else LIGHT
+    layout = source.layout
+    loads = sum(a.role == "load" for a in source.arguments)
+    most = 0 if layout.lanes == 2 else 1
+    near = layout.lanes == 2 and not apart(layout)
+    return HEAVY if loads > most or near or heavy(source) else LIGHT
 
 
 def heavy(source: Source) -> bool:
-    """Whether an epilogue leaves registers for two blocks of rows alone, not for three."""
-    layout = source.layout
-    loads = sum(a.role == "load" for a in source.arguments)
+    """Whether an epilogue never leaves registers for three blocks of rows."""
     reduced = {a.node.op for a in source.arguments if a.role == "reduction"}
-    near = layout.lanes == 2 and not apart(layout)
-    most = 0 if layout.lanes == 2 else 1
     columns = not reduced.isdisjoint((*COLUMN_REDUCTIONS, Op.LOGSUMEXP))
-    return loads > most or near or layout.product_is_half or columns
+    return source.layout.product_is_half or columns
 
 
 class SwizzledDescriptor(Descriptor):
