@@ -9,7 +9,7 @@ import torch
 from planned import matrices_of
 from triton_plans import check, interpreted, quiet, trials_of
 
-from cadenza.core.pipeline import compile_program
+from cadenza.core.pipeline import Sums, compile_program
 from cadenza.core.plan_text import PairText, counts
 from cadenza.core.trace import Signature
 from cadenza.library.loss_blocks import linear_loss, vocabulary_gradient, vocabulary_part
@@ -52,7 +52,8 @@ def compiled(program, given, options, needed=()):
     matrices, sizes = matrices_of(described, given)
     signature = Signature(described.operands, tuple(constants.items()))
     wanted = [name for name in needed if name in given]
-    return compile_program(program.function, signature, sizes, wanted, wide=("w", "bias")), matrices
+    sums = Sums(wide=frozenset(["bias"]), added=frozenset("w"))
+    return compile_program(program.function, signature, sizes, wanted, sums=sums), matrices
 
 
 def rows_of(options, dtype=torch.float32):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from cadenza.core.plan_text import PairText
 
 Tensor = torch.Tensor
 NAMES = ("auto", "reference", "triton")
+NOTHING: Mapping[int, Tensor] = MappingProxyType({})
 log = logging.getLogger("cadenza")
 if os.environ.get("CADENZA_LOG"):  # debug, info, warning: said on standard error
     log.setLevel(os.environ["CADENZA_LOG"].upper())
@@ -83,11 +85,16 @@ class Executable:
 
         return executable.compile_plan(self.plan, described=self.described)
 
-    def __call__(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
-        """The outputs, new contiguous tensors, of inputs in the graph's order, each 2-D."""
+    def __call__(
+        self, tensors: Sequence[Tensor], rows: int, into: Mapping[int, Tensor] = NOTHING
+    ) -> list[Tensor]:
+        """The outputs, new contiguous tensors, of inputs in the graph's order, each 2-D.
+
+        Those at the positions `into` are written there instead, over an input that is added to.
+        """
         if self.backend == "reference" or not self._by_triton(tensors[0]):
-            return self.reference(tensors, rows)
-        found: list[Tensor] = self.triton(tensors, rows)
+            return put(self.reference(tensors, rows), into)
+        found: list[Tensor] = self.triton(tensors, rows, into)
         return found
 
     def _by_triton(self, tensor: Tensor) -> bool:
@@ -106,6 +113,14 @@ class Executable:
         if tensor.is_cuda and not has_triton():
             _without_triton()
         return tensor.is_cuda and has_triton()
+
+
+def put(outputs: list[Tensor], into: Mapping[int, Tensor]) -> list[Tensor]:
+    """The outputs, those at the positions `into` in these tensors."""
+    for position, place in into.items():
+        if outputs[position] is not place:
+            outputs[position] = place.copy_(outputs[position])
+    return outputs
 
 
 def compile_plan(plan: Plan, backend: str, described: Callable[[], PairText]) -> Executable:

@@ -65,8 +65,10 @@ class Names:
         for node, value in zip(graph.inputs, pair.values, strict=False):
             name = value if isinstance(value, str) else self.of[pair.forward.outputs[value]]
             self.of[node] = name
-        for node, position in zip(graph.inputs[len(pair.values) :], pair.adjoints, strict=True):
+        for node, position in zip(graph.inputs[len(pair.values) :], pair.adjoints, strict=False):
             self.give(node, f"d_{self.of[pair.forward.outputs[position]]}")
+        for node in graph.inputs:
+            self.give(node, str(node.attributes["name"]))
         for node, label in zip(graph.outputs, graph.labels, strict=True):
             self.give(node, f"d_{label}")
         self._name_plan(pair.backward_plan)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from cadenza.core.choice import keeps_deferred
 from cadenza.core.defer import defer
@@ -25,7 +25,7 @@ from cadenza.core.ir import Graph, Node, topological, verify
 from cadenza.core.ops import REAL, Op
 from cadenza.core.plan import Plan
 from cadenza.core.rules import lower, simplify
-from cadenza.core.saved import also_return, free_name, from_saved, new_input, save
+from cadenza.core.saved import added_to_sums, also_return, free_name, from_saved, new_input, save
 from cadenza.core.schedule import schedule
 from cadenza.core.storage import compute_dtype, dtypes_of, storage_dtypes
 from cadenza.core.trace import Signature, trace
@@ -38,8 +38,9 @@ class Pair:
 
     `program` is what the author wrote; `forward_plan` returns its outputs, then what it saves.
     `backward_plan` takes `values`, each an input by name or an output of forward by position,
-    then the adjoints of the outputs at the positions `adjoints`; it returns the gradients of the
-    inputs called `gradients`, which come through the outputs at the positions `differentiable`.
+    then the adjoints of the outputs at the positions `adjoints`, then the sums that the gradients
+    of the inputs called `added` are added to; it returns the gradients of the inputs called
+    `gradients`, which come through the outputs at the positions `differentiable`.
     """
 
     program: Graph
@@ -49,6 +50,7 @@ class Pair:
     values: tuple[str | int, ...] = ()
     adjoints: tuple[int, ...] = ()
     gradients: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
 
     @property
     def forward(self) -> Graph:
@@ -66,27 +68,41 @@ class Pair:
         return len(self.program.outputs)
 
 
+class Sums(NamedTuple):
+    """Inputs whose gradients a caller adds up: they stay in the compute type.
+
+    Those of `wide` are returned so; those of `added` (matrices) are added to a sum that backward is
+    given.
+    """
+
+    wide: frozenset[str] = frozenset()
+    added: frozenset[str] = frozenset()
+
+
+NO_SUMS = Sums()
+
+
 def compile_program(
     function: Callable[..., Any],
     signature: Signature,
     sizes: Mapping[str, int] | None = None,
     needed: Iterable[str] = (),
     name: str = "program",
-    wide: Iterable[str] = (),
+    sums: Sums = NO_SUMS,
 ) -> Pair:
     """The program of a function, with the gradients of the inputs named in `needed`.
 
-    Forward is the same whatever is needed; backward decides only what it also returns. The
-    gradients of inputs named in `wide` stay in the compute type, for a caller that adds them up.
+    Forward is the same whatever is needed; backward decides only what it also returns, and how
+    gradients that a caller adds up are handed out (`sums`).
     """
     program = verify(simplify(verify(trace(function, signature, sizes, name))))
-    return differentiate_program(program, needed, wide)
+    return differentiate_program(program, needed, sums)
 
 
 def differentiate_program(
     program: Graph,
     needed: Iterable[str] = (),
-    wide: Iterable[str] = (),
+    sums: Sums = NO_SUMS,
     deferral: bool | None = None,
 ) -> Pair:
     """The plans of a program and of the gradients of the inputs named in `needed`.
@@ -96,7 +112,7 @@ def differentiate_program(
     """
     names = frozenset(needed)
     if deferral is not None:
-        return _Form(program, deferral).pair(names, frozenset(wide))
+        return _Form(program, deferral).pair(names, sums)
     forms = {chosen: _Form(program, chosen) for chosen in (True, False)}
     multiplied = frozenset(str(i.attributes["name"]) for i in _multiplied(program))
 
@@ -105,7 +121,7 @@ def differentiate_program(
         return [plan for plan in (pair.forward_plan, pair.backward_plan) if plan]
 
     kept = keeps_deferred(forms[True].graph, forms[False].graph, plans)
-    return forms[kept].pair(names, frozenset(wide))
+    return forms[kept].pair(names, sums)
 
 
 def _multiplied(program: Graph) -> list[Node]:
@@ -142,21 +158,22 @@ class _Form:
     def _pairs(self) -> dict[Any, Pair]:
         return {}
 
-    def pair(self, needed: frozenset[str], wide: frozenset[str] = frozenset()) -> Pair:
+    def pair(self, needed: frozenset[str], sums: Sums = NO_SUMS) -> Pair:
         """The plans, with the gradients of the inputs named in `needed`."""
-        key = needed, wide
+        key = needed, sums
         if key not in self._pairs:
-            self._pairs[key] = _pair(self, needed, wide)
+            self._pairs[key] = _pair(self, needed, sums)
         return self._pairs[key]
 
 
-def _pair(form: _Form, names: frozenset[str], wide: frozenset[str]) -> Pair:
+def _pair(form: _Form, names: frozenset[str], sums: Sums) -> Pair:
     program, graph, first = form.program, form.graph, form.first
     wanted = [i for i in graph.inputs if i.attributes["name"] in names and i.type.kind == REAL]
     differentiable = dependent(graph, wanted)
     if not differentiable:
         return Pair(program, first)
     adjoints = new_adjoints(graph, differentiable)
+    wide = sums.wide | sums.added
     joint = verify(gradients(graph, wanted, adjoints, wide, euler=form.deferral))
     joint = verify(lower(verify(simplify(joint))))
     joint = verify(simplify(verify(_deferred(joint, adjoints.values(), first, form.options))))
@@ -164,9 +181,11 @@ def _pair(form: _Form, names: frozenset[str], wide: frozenset[str]) -> Pair:
     forward = verify(also_return(graph, saved))
     backward, values = from_saved(joint, forward, graph)
     used = [p for p, adjoint in adjoints.items() if adjoint in set(backward.inputs)]
+    backward = added_to_sums(backward, sums.added)
     return Pair(
         program, schedule(forward, own=len(graph.outputs)), schedule(verify(backward)),
         differentiable, values, tuple(used), tuple(joint.labels),
+        tuple(name for name in joint.labels if name in sums.added),
     )  # fmt: skip
 
 

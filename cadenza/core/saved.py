@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from cadenza.core.cost import bytes_of
 from cadenza.core.ir import Graph, Node, topological
 from cadenza.core.ops import BOOLEAN, Op
 from cadenza.core.partition import minimum_cut
 from cadenza.core.readiness import reduces_matrix
-from cadenza.core.storage import dtypes_of
+from cadenza.core.storage import dtypes_of, is_found_rounded
 
 LEAVES = (Op.INPUT, Op.CONSTANT, Op.COLUMN_INDEX, Op.ROW_INDEX)
+LARGEST = (Op.ROW_MAX, Op.COLUMN_MAX, Op.GROUP_MAX)
 
 
 def new_input(like: Node, name: str, dtype: str) -> Node:
@@ -48,11 +49,13 @@ def parts(outputs: Iterable[Node]) -> dict[Node, tuple[Node, int]]:
 def save(graph: Graph, joint: Graph, adjoints: set[Node]) -> list[Node]:
     """What forward keeps for backward: the cut of fewest bytes; inputs and outputs are free.
 
-    Products and reductions that the outputs need are never computed again. Among equals, what the
-    author rounded is kept, not what is made of it.
+    Products and reductions that the outputs need are never computed again, nor is a rounded matrix
+    among which its largest is to be found. Among equals, what the author rounded is kept, not what
+    is made of it.
     """
     forward, outputs = set(graph.nodes()), {*graph.outputs, *parts(graph.outputs)}
     stored = dtypes_of(graph)
+    searched = {n.inputs[0] for n in forward if n.op in LARGEST and is_found_rounded(n.inputs[0])}
 
     def weight(node: Node) -> float:
         if node.op in LEAVES or node in outputs:
@@ -65,7 +68,7 @@ def save(graph: Graph, joint: Graph, adjoints: set[Node]) -> list[Node]:
     def sources(node: Node) -> tuple[Node, ...] | None:
         if node.op in LEAVES or node in outputs:
             return ()
-        final = reduces_matrix(node) or node.op is Op.MATMUL
+        final = reduces_matrix(node) or node.op is Op.MATMUL or node in searched
         return None if final and node in forward else node.inputs
 
     roots = _forward_roots(joint, adjoints)
@@ -116,6 +119,19 @@ def from_saved(joint: Graph, forward: Graph, graph: Graph) -> tuple[Graph, tuple
     inputs = (*values, *(i for i in joint.inputs if i in used and i not in position))
     program = Graph(joint.name, inputs, tuple(outputs), joint.labels, "dict")
     return program, tuple(position[v] for v in values)
+
+
+def added_to_sums(graph: Graph, names: Container[str]) -> Graph:
+    """Backward that adds the matrices of these labels to sums, inputs after all others."""
+    stored = dtypes_of(graph)
+    taken = {str(i.attributes["name"]) for i in graph.inputs}
+    sums: list[Node] = []
+    outputs = list(graph.outputs)
+    for place, (label, gradient) in enumerate(zip(graph.labels, graph.outputs, strict=True)):
+        if label in names:
+            sums.append(new_input(gradient, free_name(f"sum_{label}", taken), stored[gradient]))
+            outputs[place] = gradient.builder.make(Op.ADD, (sums[-1], gradient), {})
+    return Graph(graph.name, (*graph.inputs, *sums), tuple(outputs), graph.labels, "dict")
 
 
 def _columns(x: Node, start: int, width: int) -> Node:

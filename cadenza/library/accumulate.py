@@ -9,15 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cadenza.backends import chosen
 from cadenza.core import lang as L
 from cadenza.core.errors import ProgramError
 from cadenza.library.function import block
+from cadenza.library.specialize import Call
 
 
-@block(shapes={"dy": "M N", "x": "M K"})
-def weight_gradient(dy, x, *, dtype):
-    """dyᵀ · x of dy [M, N] and x [M, K]: [N, K], rounded to `dtype` once."""
-    return L.cast(L.matmul(dy, x, transpose_a=True), dtype)
+@block(shapes={"gradient": "N K", "dy": "M N", "x": "M K"})
+def added_weight_gradient(gradient, dy, x, *, dtype):
+    """gradient + dyᵀ · x of dy [M, N] and x [M, K]: [N, K], rounded to `dtype` once."""
+    return L.cast(gradient + L.matmul(dy, x, transpose_a=True), dtype)
 
 
 def accumulate_weight_gradient(gradient: Tensor, x: Tensor, dy: Tensor) -> Tensor:
@@ -28,8 +30,9 @@ def accumulate_weight_gradient(gradient: Tensor, x: Tensor, dy: Tensor) -> Tenso
 
     - A gradient of x's dtype: one product of the library that adds to it, and no other memory. Each
       call rounds the sum once, so a bfloat16 gradient loses what is below 2⁻⁹ of it.
-    - A gradient of another dtype: the product in float32, `[N, K]` of other memory, is added and
-      rounded once. A float32 gradient keeps all that bfloat16 products give.
+    - A gradient of another dtype: a product whose epilogue adds to it, tile by tile, and rounds
+      once. A float32 gradient keeps all that bfloat16 products give. The reference back end takes
+      `[N, K]` of other memory.
 
     Nothing is recorded for autograd, and autograd must not hold `gradient`: it mutates. Raises
     ProgramError for shapes and dtypes that don't fit, and for a gradient that requires a gradient.
@@ -50,8 +53,12 @@ def _accumulate(gradient: Tensor, x: Tensor, dy: Tensor) -> None:
     if gradient.dtype == x.dtype:
         gradient.addmm_(flat.T, rows)
         return
-    wide = torch.promote_types(x.dtype, torch.float32)
-    gradient.add_(weight_gradient(flat, rows, dtype=str(wide).removeprefix("torch.")))
+    operands = {"gradient": gradient, "dy": flat, "x": rows}
+    options = (("dtype", str(gradient.dtype).removeprefix("torch.")),)
+    call = Call(tuple(operands), options, None, chosen(None))
+    specializations = added_weight_gradient.specializations
+    compiled, _ = specializations.find(list(operands.values()), call.encode(), 0)
+    compiled.forward_on(operands, rows.shape[0], {0: gradient})
 
 
 @torch.library.register_fake("cadenza::accumulate_weight_gradient")

@@ -167,12 +167,11 @@ class _Gradients:
             self.filled[name] = operand.new_zeros(shape, dtype=wide(operand))
 
     def add(self, rows: slice, gradients: Operands) -> None:
-        """Puts in one chunk."""
-        for name in self.needed:
-            if name == "x":
-                self.filled["x"][rows] = gradients["x"]
-            else:
-                self.filled[name] += gradients[name].reshape(self.filled[name].shape)
+        """Puts in one chunk; that of w was added where it was computed."""
+        if "x" in self.needed:
+            self.filled["x"][rows] = gradients["x"]
+        if "bias" in self.needed:
+            self.filled["bias"] += gradients["bias"].reshape(-1)
 
     def all(self) -> tuple[Tensor, Tensor, Tensor]:
         """Those of x, w and bias."""
@@ -201,7 +200,8 @@ def _run_chunk(batch: Batch, part: slice, adjoint: Tensor, gradients: _Gradients
     chunk, rows = batch.of_rows(part), adjoint.shape[0]
     compiled = batch.compiled(linear_loss, chunk, gradients.mask)
     results = compiled.forward_on(chunk, rows)
-    gradients.add(part, compiled.backward_on(chunk, results, [adjoint[:, None]], rows))
+    found = compiled.backward_on(chunk, results, [adjoint[:, None]], rows, gradients.filled)
+    gradients.add(part, found)
     return results[0].reshape(-1)
 
 

@@ -95,7 +95,7 @@ class Batch:
         known = {n: v for n, v in self.options.items() if n in program.parameters} | constants
         own = Call(
             tuple(tensors), tuple(known.items()), self.call.autocast, self.call.backend,
-            wide=("w", "bias"),
+            wide=("bias",), added=("w",),
         )  # fmt: skip
         wanted = names_of(trained)
         needed = sum((name in wanted) << place for place, name in enumerate(tensors))

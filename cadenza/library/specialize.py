@@ -11,14 +11,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from cadenza.backends import compile_plan
+from cadenza.backends import NOTHING, compile_plan
 from cadenza.core.ir import Graph
 from cadenza.core.ops import BOOLEAN, M
-from cadenza.core.pipeline import Pair, compile_program
+from cadenza.core.pipeline import Pair, Sums, compile_program
 from cadenza.core.plan_text import PairText
 from cadenza.core.storage import dtypes_of
 from cadenza.core.text import digest
@@ -26,13 +27,14 @@ from cadenza.core.trace import Signature, undecided
 from cadenza.library.operands import Operands, describe
 
 Tensor = torch.Tensor
+NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Call:
     """What a call fixes besides its tensors: operand names, constants, autocast, back end.
 
-    `wide` names operands whose gradient stays in the compute type.
+    `wide` and `added` name operands whose gradients the caller adds up, as `Sums` has them.
     """
 
     names: tuple[str, ...]
@@ -40,19 +42,20 @@ class Call:
     autocast: str | None
     backend: str
     wide: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
 
     def encode(self) -> str:
         """The call as text, so that torch.compile sees a constant."""
-        fields = [self.names, self.constants, self.autocast, self.backend, self.wide]
+        fields = [self.names, self.constants, self.autocast, self.backend, self.wide, self.added]
         return json.dumps(fields)
 
     @staticmethod
     @lru_cache(maxsize=4096)
     def decode(text: str) -> Call:
         """The call that `encode` wrote."""
-        names, constants, autocast, backend, wide = json.loads(text)
+        names, constants, autocast, backend, *sums = json.loads(text)
         pairs = tuple((k, v) for k, v in constants)
-        return Call(tuple(names), pairs, autocast, backend, tuple(wide))
+        return Call(tuple(names), pairs, autocast, backend, *map(tuple, sums))
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,10 +82,12 @@ class Specialization:
         """The plans as people read them."""
         return PairText(self.pair)
 
-    def forward_on(self, named: Mapping[str, Tensor], rows: int) -> list[Tensor]:
-        """Outputs, then saved values, of 2-D operands by name."""
+    def forward_on(
+        self, named: Mapping[str, Tensor], rows: int, into: Mapping[int, Tensor] = NOTHING
+    ) -> list[Tensor]:
+        """Outputs, then saved values, of 2-D operands by name; some over an operand, in place."""
         inputs = [named[i.attributes["name"]] for i in self.pair.forward.inputs]
-        results: list[Tensor] = self.forward(inputs, rows)
+        results: list[Tensor] = self.forward(inputs, rows, into)
         return results
 
     def backward_on(
@@ -91,14 +96,19 @@ class Specialization:
         results: Sequence[Tensor],
         adjoints: Sequence[Tensor],
         rows: int,
+        sums: Mapping[str, Tensor] = NO_TENSORS,
     ) -> dict[str, Tensor]:
-        """Gradients by operand, given what `forward_on` returned and the outputs' adjoints."""
+        """Gradients by operand, given what `forward_on` returned and the outputs' adjoints.
+
+        Those of operands that are `added` are added to `sums`, in place.
+        """
         pair = self.pair
         if pair.backward is None:
             return {}
         values = [results[v] if isinstance(v, int) else named[v] for v in pair.values]
-        inputs = [*values, *(adjoints[p] for p in pair.adjoints)]
-        return dict(zip(pair.gradients, self.backward(inputs, rows), strict=True))
+        inputs = [*values, *(adjoints[p] for p in pair.adjoints), *(sums[n] for n in pair.added)]
+        into = {pair.gradients.index(name): sums[name] for name in pair.added}
+        return dict(zip(pair.gradients, self.backward(inputs, rows, into), strict=True))
 
     @cached_property
     def outputs(self) -> list[tuple[Any, int, torch.dtype]]:
@@ -179,7 +189,8 @@ class Specializations:
         signature = Signature(found.operands, call.constants, autocast)
         names = [n for i, n in enumerate(call.names) if needed >> i & 1]
         sizes = {o.name: found.rows for o in found.operands if o.rows == undecided(o.name)}
-        pair = compile_program(self.function, signature, sizes, names, self.name, call.wide)
+        sums = Sums(frozenset(call.wide), frozenset(call.added))
+        pair = compile_program(self.function, signature, sizes, names, self.name, sums)
         identity = specialization_digest(pair, call.backend)
         return BY_DIGEST.setdefault(identity, Specialization(pair, call.backend, identity))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from cadenza.backends import NOTHING, put
 from cadenza.backends.steps import Owner
 from cadenza.backends.triton.launch import NOT_CAPTURED
 from cadenza.backends.triton.memory import Memory
@@ -70,14 +71,20 @@ class Executable:
         choose = choices.choices(self.plan, text, setting)
         self.programs[self.target, self.rows] = Program(self.plan, choose, text, self.target)
 
-    def __call__(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
-        """The outputs, new contiguous tensors, of inputs in the graph's order, each 2-D."""
+    def __call__(
+        self, tensors: Sequence[Tensor], rows: int, into: Mapping[int, Tensor] = NOTHING
+    ) -> list[Tensor]:
+        """The outputs, new contiguous tensors, of inputs in the graph's order, each 2-D.
+
+        Those at the positions `into` are written there, over an input that is added to: a tile of
+        it is read before it is written, and no other reads it.
+        """
         if rows == 0 or self.wide:
-            return self.program.plain(tensors, rows)
+            return put(self.program.plain(tensors, rows), into)
         device = tensors[0].device
         if device.type != "cuda":
             self.target = Target.of(device)
-            return self._stepwise(tensors, Memory(rows, device))
+            return self._stepwise(tensors, Memory(rows, device), into)
         tf32 = self.single and torch.backends.cuda.matmul.allow_tf32
         bits = 0
         for tensor in tensors:
@@ -85,12 +92,13 @@ class Executable:
         aligned = bits % 16 == 0 or tuple([t.data_ptr() % 16 == 0 for t in tensors])
         key = (rows, device.index, tf32, aligned, tuple([t.stride() for t in tensors]))
         replay = self.replays.get(key)
-        if replay is not None:
+        if replay is not None and not into:
             return replay(tensors)
         self.target = replace(Target.of(device), tf32=tf32)
         self._choose(tensors, rows)
-        memory = Memory(rows, device, recording=None if key in self.replays else Recording())
-        outputs = self._stepwise(tensors, memory)
+        recorded = key in self.replays or into
+        memory = Memory(rows, device, recording=None if recorded else Recording())
+        outputs = self._stepwise(tensors, memory, into)
         apart = len({t.data_ptr() for t in tensors}) == len(tensors)
         if memory.recording is not None and apart:  # else it wouldn't tell these inputs apart
             if len(self.replays) >= KEPT_REPLAYS:
@@ -98,8 +106,11 @@ class Executable:
             self.replays[key] = make_replay(memory.recording, tensors, outputs, device)
         return outputs
 
-    def _stepwise(self, tensors: Sequence[Tensor], memory: Memory) -> list[Tensor]:
+    def _stepwise(
+        self, tensors: Sequence[Tensor], memory: Memory, into: Mapping[int, Tensor]
+    ) -> list[Tensor]:
         """The outputs, step by step."""
+        memory.places = {self.plan.graph.outputs[p]: place for p, place in into.items()}
         for node, tensor in zip(self.plan.graph.inputs, tensors, strict=True):
             memory.values[node] = tensor.reshape(-1).contiguous() if is_vector(node) else tensor
         for step in self.program.steps:
@@ -107,7 +118,12 @@ class Executable:
             if memory.recording is not None and not step.recorded:
                 memory.recording.usable = False
         owner = Owner(tensors)
-        return [owner.own(self._output(memory, o), self.program.dtypes[o]) for o in self.outputs]
+        found = [
+            into[p] if p in into and memory.values.get(o) is into[p] else
+            owner.own(self._output(memory, o), self.program.dtypes[o])
+            for p, o in enumerate(self.outputs)
+        ]  # fmt: skip
+        return put(found, into)
 
     @property
     def outputs(self) -> Iterable[Node]:

@@ -94,8 +94,11 @@ class Launch(Step):
         shape = [memory.size(d) for d in node.type[:2]]
         if is_vector(node):
             shape = [shape[0] * shape[1]]
-        tensor = memory.values[node] = memory.empty(shape, self.plan.dtypes[node])
-        return tensor
+        place = memory.places.get(node)
+        if place is None:
+            place = memory.empty(shape, self.plan.dtypes[node])
+        memory.values[node] = place
+        return place
 
     def reduced(self, memory: Memory, node: Node, piece: str) -> Tensor:
         """New memory for the partials of a reduction."""

@@ -26,6 +26,7 @@ class Memory:
     values: dict[Node, Tensor] = field(default_factory=dict)
     partials: dict[tuple[Node, str], Tensor] = field(default_factory=dict)
     recording: Recording | None = None
+    places: dict[Node, Tensor] = field(default_factory=dict)  # of values that have one already
 
     def size(self, dim: Any) -> int:
         """A number of rows or columns."""
