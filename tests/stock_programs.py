@@ -14,7 +14,7 @@ from philox import uniform
 from torch import Tensor
 
 from cadenza.library import programs
-from cadenza.library.accumulate import weight_gradient
+from cadenza.library.accumulate import added_weight_gradient
 from cadenza.library.operands import size_of
 from cadenza.library.variants import VARIANTS
 
@@ -140,9 +140,9 @@ def decoder_block(x, y, w_output, w_up, w_down, *, b_output=None, b_up=None, b_d
     return stream, stream.square().sum(-1, keepdim=True)
 
 
-def product_of_columns(dy, x, *, dtype):
+def sum_and_product_of_columns(gradient, dy, x, *, dtype):
     """The program of `cz.ops.accumulate_weight_gradient`."""
-    return torch.einsum("mn,mk->nk", dy, x).to(getattr(torch, dtype))
+    return (gradient + torch.einsum("mn,mk->nk", dy, x)).to(getattr(torch, dtype))
 
 
 STOCK = {
@@ -151,7 +151,7 @@ STOCK = {
     programs.qkv_projection: qkv_projection,
     programs.feed_forward: feed_forward,
     programs.decoder_block: decoder_block,
-    weight_gradient: product_of_columns,
+    added_weight_gradient: sum_and_product_of_columns,
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from cadenza.library import programs
-from cadenza.library.accumulate import weight_gradient
+from cadenza.library.accumulate import added_weight_gradient
 from cadenza.library.function import Program
 from cadenza.library.programs.parts import GATED, PLAIN
 
@@ -90,5 +90,7 @@ VARIANTS: dict[str, Variant] = {
     "decoder-parallel": _variant(
         decoder, {**BLOCK, **MLP, **LAYER}, norm="layer", activation="gelu_tanh", parallel=True
     ),
-    "weight-gradient": _variant(weight_gradient, {"dy": "M F", "x": "M D"}, dtype="float32"),
+    "weight-gradient": _variant(
+        added_weight_gradient, {"gradient": "F D", "dy": "M F", "x": "M D"}, dtype="float32"
+    ),
 }  # fmt: skip
