@@ -37,6 +37,7 @@ def operands(dtype=torch.float32):
     return {
         "x": torch.randn(ROWS, WIDTH).to(dtype),
         "w": torch.randn(CLASSES, WIDTH).to(dtype) / 4,
+        "sum_x": torch.randn(ROWS, WIDTH),
         "target": target,
         "bias": torch.randn(CLASSES).to(dtype),
         "class_weight": torch.rand(CLASSES),
@@ -102,9 +103,9 @@ def test_kernels_of_classes_agree(softcap, smoothed):
     given = operands()
     known = {"x", "w", "target", "bias"} | ({"class_weight"} if smoothed else set())
     first = {n: given[n] for n in given if n in known | ({"shift"} if smoothed else set())}
-    columns = {"top", "total", "scale", "own"} | ({"spread"} if smoothed else set())
+    columns = {"sum_x", "top", "total", "scale", "own"} | ({"spread"} if smoothed else set())
     second = {n: given[n] for n in given if n in known | columns}
-    constants = {"softcap": softcap, "dtype": "float32", "needed": 7}
+    constants = {"softcap": softcap, "needed": 7}
     for program, tensors in ((vocabulary_part, first), (vocabulary_gradient, second)):
         pair, matrices = compiled(program, tensors, constants)
         for trial in trials_of(pair, matrices, ROWS):

@@ -1,9 +1,11 @@
 """Linear + cross-entropy in chunks of rows, so that only one chunk's logits exist at a time.
 
-For "mean" and "sum", forward also computes the unscaled gradients, chunk by chunk, and backward
-multiplies them by the incoming scalar: three products. For "none" each row has its own incoming
-gradient, so backward computes each chunk again: four products. The gradients of w and bias
-accumulate in float32 and are rounded once. The program of a chunk is the block linear_loss.
+For "mean" and "sum", forward also computes the gradients, chunk by chunk, and backward multiplies
+them by the incoming scalar: three products. What the sum is divided by is in the gradients already,
+so that this scalar is 1 in most trainings, and rounds nothing; but for float16, whose range that
+would leave. For "none" each row has its own incoming gradient, so backward computes each chunk
+again: four products. The gradients of w and bias accumulate in float32. The program of a chunk is
+the block linear_loss.
 """
 
 from __future__ import annotations
@@ -33,13 +35,15 @@ from cadenza.library.loss_batch import (
     parts,
     wide,
 )
-from cadenza.library.loss_blocks import linear_loss
+from cadenza.library.loss_blocks import linear_loss, scaled
 from cadenza.library.specialize import Call
 
 Tensor = torch.Tensor
 Operands = dict[str, Tensor]
 Terms = dict[str, Any]  # ignore_index, label_smoothing, z_loss, softcap
-CHUNK_ELEMENTS = 2**27
+CHUNK_ELEMENTS = 2**28  # of logits: 2048 rows of the largest vocabularies, which fill a GPU
+LEAN_ELEMENTS = 2**26
+STEP = 128  # a chunk is a multiple of it
 
 
 def linear_cross_entropy(
@@ -94,14 +98,16 @@ def linear_cross_entropy(
     given = {"bias": bias, "weight": weight, "token_weights": token_weights}
     check_tensors(x, w, target, given)
     operands = _operands(x, w, target, given, terms)
-    other = max(1, target.numel() if lean else w.shape[0])
-    size = max(128, CHUNK_ELEMENTS // other) if chunk is None else chunk
+    elements, other = (LEAN_ELEMENTS, target.numel()) if lean else (CHUNK_ELEMENTS, w.shape[0])
+    size = max(STEP, elements // max(1, other) // STEP * STEP) if chunk is None else chunk
     if reduction == "none":
         return _losses(operands, terms, size, lean).reshape(target.shape)
-    total = _losses(operands, terms, size, lean).sum() if lean else _total(operands, terms, size)
     if num_items_in_batch is not None:
-        return total / _but_zero(num_items_in_batch)
-    return total if reduction == "sum" else _mean(total, operands, ignore_index)
+        return _total(operands, terms, size, lean, _but_zero(num_items_in_batch))
+    if reduction == "sum":
+        return _total(operands, terms, size, lean)
+    count = _count(operands, ignore_index)
+    return torch.where(count != 0, _total(operands, terms, size, lean, _but_zero(count)), torch.nan)
 
 
 def _operands(
@@ -130,19 +136,33 @@ def _losses(operands: Operands, terms: Terms, size: int, lean: bool) -> Tensor:
     return losses if tokens is None else losses * tokens
 
 
-def _total(operands: Operands, terms: Terms, size: int) -> Tensor:
-    """The sum of the rows' losses."""
+def _total(
+    operands: Operands, terms: Terms, size: int, lean: bool, divisor: float | Tensor | None = None
+) -> Tensor:
+    """The sum of the rows' losses over `divisor`."""
+    x = operands["x"]
+    if lean:
+        total = _losses(operands, terms, size, lean).sum()
+    elif divisor is None or (autocast_dtype(x) or str(x.dtype)[6:]) == "float16":
+        total = _sum_of(operands, terms, size)
+    else:
+        tokens = operands.get("token_weights", x.new_ones(x.shape[0], dtype=wide(x)))
+        return _sum_of({**operands, "token_weights": tokens / divisor}, terms, size)
+    return total if divisor is None else total / divisor
+
+
+def _sum_of(operands: Operands, terms: Terms, size: int) -> Tensor:
+    """The sum of the rows' losses, with its gradients."""
     needs = [torch.is_grad_enabled() and value.requires_grad for value in operands.values()]
     call = _call(tuple(operands), tuple(terms.items()), autocast_dtype(operands["x"]))
     needed = mask_of(tuple(operands), needs)
     return torch.ops.cadenza.cross_entropy_sum(list(operands.values()), call, size, needed)[0]
 
 
-def _mean(total: Tensor, operands: Operands, ignore_index: int) -> Tensor:
-    """The total over the weight of the rows that count, NaN if that is 0."""
+def _count(operands: Operands, ignore_index: int) -> Tensor:
+    """The weight of the rows that count."""
     weight = operands.get("own_weight", 1.0) * operands.get("token_weights", 1.0)
-    count = torch.where(operands["target"] != ignore_index, weight, 0.0).sum()
-    return torch.where(count != 0, total / _but_zero(count), torch.nan)
+    return torch.where(operands["target"] != ignore_index, weight, 0.0).sum()
 
 
 def _but_zero(number: float | Tensor) -> float | Tensor:
@@ -161,6 +181,7 @@ class _Gradients:
     def __init__(self, named: Operands, mask: int) -> None:
         self.mask, self.needed = mask, names_of(mask)
         x, w = named["x"], named["w"]
+        self.brain = w.dtype == torch.bfloat16
         self.filled = {"x": torch.empty_like(x) if "x" in self.needed else x.new_empty(0)}
         for name, operand in (("w", w), ("bias", named.get("bias", w))):
             shape = operand.shape if name in self.needed else (0,)
@@ -176,6 +197,11 @@ class _Gradients:
     def all(self) -> tuple[Tensor, Tensor, Tensor]:
         """Those of x, w and bias."""
         return self.filled["x"], self.filled["w"], self.filled["bias"]
+
+    def until_backward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Those that forward keeps: that of w rounded, where its range is that of float32."""
+        x, w, bias = self.all()
+        return x, w.bfloat16() if self.brain else w, bias
 
 
 def _named(operands: list[Tensor], call: str) -> Operands:
@@ -231,14 +257,15 @@ def _sum(operands: list[Tensor], call: str, rows: int, needed: int) -> tuple[Ten
     batch.check_range()
     tokens = batch.named.get("token_weights")
     losses, gradients = _run(batch, rows, needed, tokens)
-    return (losses if tokens is None else losses * tokens).sum(), *gradients.all(), losses
+    total = (losses if tokens is None else losses * tokens).sum()
+    return total, *gradients.until_backward(), losses
 
 
 @torch.library.register_fake("cadenza::cross_entropy_sum")
 def _(operands: list[Tensor], call: str, rows: int, needed: int) -> Any:
     x, gradients = operands[0], _Gradients(_named(operands, call), needed)
     total, losses = (x.new_empty(shape, dtype=wide(x)) for shape in ((), x.shape[:1]))
-    return total, *gradients.all(), losses
+    return total, *gradients.until_backward(), losses
 
 
 def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -269,8 +296,15 @@ torch.library.register_autograd(
 
 @torch.library.impl("cadenza::scaled_gradient", "CompositeExplicitAutograd")
 def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    wide = torch.promote_types(gradient.dtype, scale.dtype)
-    return (gradient.to(wide) * scale).to(dtype)
+    """gradient · scale, computed in float32 (float64 for float64) and rounded once."""
+    if not gradient.numel():
+        return torch.empty_like(gradient, dtype=dtype)
+    matrix = gradient.reshape(gradient.shape[0], -1)
+    operands = {"gradient": matrix, "scale": scale.reshape(1, 1)}
+    options = (("dtype", str(dtype).removeprefix("torch.")),)
+    call = Call(tuple(operands), options, None, chosen(None)).encode()
+    compiled, _ = scaled.specializations.find(list(operands.values()), call, 0)
+    return compiled.forward_on(operands, matrix.shape[0])[0].reshape(gradient.shape)
 
 
 @torch.library.register_fake("cadenza::scaled_gradient")

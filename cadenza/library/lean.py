@@ -26,6 +26,7 @@ from cadenza.library.specialize import Call
 
 Tensor = torch.Tensor
 Statistics = tuple[Tensor, Tensor, Tensor, Tensor]
+NOWHERE: dict[str, Tensor] = {}
 
 
 def lean_losses(operands: list[Tensor], call: str, size: int) -> Tensor:
@@ -45,10 +46,15 @@ torch.library.define(
 )
 
 
-def _run(batch: Batch, program: Any, operands: dict[str, Tensor], **constants: Any) -> Any:
-    """One chunk's program: its outputs by label."""
+def _run(
+    batch: Batch, program: Any, operands: dict[str, Tensor], places: dict[str, Tensor] = NOWHERE,
+    **constants: Any,
+) -> dict[str, Tensor]:  # fmt: skip
+    """One chunk's program: its outputs by label, some of them at places that there are."""
     found = batch.compiled(program, operands, **constants)
-    return dict(zip(found.structure[1], found.forward_on(operands, batch.rows), strict=True))
+    labels = found.structure[1]
+    into = {labels.index(name): place for name, place in places.items()}
+    return dict(zip(labels, found.forward_on(operands, batch.rows, into), strict=True))
 
 
 def _merged(batch: Batch, size: int) -> Statistics:
@@ -151,13 +157,14 @@ def _add_chunk(
 ) -> None:
     """Puts in one chunk's gradients; of what it needs besides, nothing outlives this call."""
     operands = {**batch.of_vocabulary(part), **known}
-    constants = {"dtype": str(batch.wide)[6:], "needed": needed}
-    found = _run(batch, vocabulary_gradient, operands, **constants)
-    if "x" in found:
-        gradients["x"] += found["x"]
-    for name in found.keys() - {"x"}:
-        rows = gradients[name][part]
-        rows.copy_(found[name].reshape(rows.shape))
+    places = {}
+    if needed & 1:
+        operands["sum_x"] = places["x"] = gradients["x"]
+    if needed & 2:
+        places["w"] = gradients["w"][part]
+    found = _run(batch, vocabulary_gradient, operands, places, needed=needed)
+    if needed & 4:
+        gradients["bias"][part] = found["bias"][0]
 
 
 @torch.library.register_fake("cadenza::cross_entropy_lean_backward")

@@ -70,6 +70,12 @@ def linear_loss(x, w, target, bias=None, own_weight=None, class_weight=None, mea
     return counted(loss, target, z.shape[1], ignore_index)
 
 
+@block(shapes={"gradient": "M N", "scale": "1 1"})
+def scaled(gradient, scale, *, dtype):
+    """gradient [M, N] times a number, in `dtype`."""
+    return L.cast(gradient * scale, dtype)
+
+
 @block(shapes={**LINEAR, "shift": "M 1"})
 def vocabulary_part(x, w, target, bias=None, class_weight=None, shift=None, *, softcap=None):
     """Of one chunk of classes, each [M, 1]: the largest logit `top`, the log-sum-exp below it
@@ -83,10 +89,10 @@ def vocabulary_part(x, w, target, bias=None, class_weight=None, shift=None, *, s
     return parts
 
 
-@block(shapes={**LINEAR, **STATISTICS})
-def vocabulary_gradient(x, w, target, top, total, scale, own, bias=None, class_weight=None,
-                        spread=None, *, softcap=None, dtype, needed):  # fmt: skip
-    """Of one chunk of classes: its part of dx [M, D] in `dtype`, dw [V, D] and dbias [1, V].
+@block(shapes={**LINEAR, **STATISTICS, "sum_x": "M D"})
+def vocabulary_gradient(x, w, target, top, total, scale, own, sum_x=None, bias=None,
+                        class_weight=None, spread=None, *, softcap=None, needed):  # fmt: skip
+    """Of one chunk of classes: dx [M, D] added to `sum_x`, dw [V, D] and dbias [1, V].
 
     dz = scale · p − own · [k = target] − spread · cₖ, where p = exp((z − top) − total) with `top`
     and `total` of all classes. The bits of `needed` ask for dx, dw and dbias.
@@ -99,7 +105,7 @@ def vocabulary_gradient(x, w, target, top, total, scale, own, bias=None, class_w
         d = d * (1.0 - (z / softcap) ** 2)
     gradients = {}
     if needed & 1:
-        gradients["x"] = L.cast(L.matmul(d, w), dtype)
+        gradients["x"] = sum_x + L.matmul(d, w)
     if needed & 2:
         gradients["w"] = L.matmul(d, x, transpose_a=True)
     if needed & 4:
