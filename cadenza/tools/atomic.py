@@ -7,13 +7,17 @@ at any moment leaves the old file or the new one.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from cadenza.tools.fault import Fault
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Make `path` hold `content`; raises Fault, leaving `path` as it was, where that fails."""
+def write_whole(path: Path, content: bytes | Callable[[Path], None]) -> None:
+    """Make `path` hold `content`, or what it writes to the path that it is given.
+
+    Raises Fault, leaving `path` as it was, where that fails.
+    """
     part = path.with_name(f".{path.name}.part")
     try:
         _write_through(part, content)
@@ -28,10 +32,15 @@ def write_whole(path: Path, content: bytes) -> None:
         raise
 
 
-def _write_through(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
+def _write_through(path: Path, content: bytes | Callable[[Path], None]) -> None:
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.touch()
+        mode = path.stat().st_mode  # safetensors would let nobody else read what it writes
+        content(path)
+        path.chmod(mode)
+    with path.open("rb+") as file:
         os.fsync(file.fileno())
 
 

@@ -1,7 +1,8 @@
 """A checkpoint: one safetensors file with weights, moments, losses and what made them.
 
 Weights stand under their own names, so any Llama loads them. The header carries the settings, the
-steps asked for, the digest of the text and one over all tensors: a file that loads is intact.
+steps asked for, the digest of the text and one over all tensors: a file that loads is intact. That
+of a whole model carries its config.json as well.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor
 
 from cadenza.tools.atomic import write_whole
@@ -27,12 +29,16 @@ HEADER = "cadenza"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State of a run: its settings, the steps asked for, its text's digest, its tensors."""
+    """State of a run: its settings, the steps asked for, its text's digest, its tensors.
+
+    `architecture` is the config.json of a whole model.
+    """
 
     settings: Settings
     target: int
     text_digest: str
     tensors: dict[str, Tensor]
+    architecture: dict[str, Any] | None = None
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
@@ -48,7 +54,10 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         "text_digest": checkpoint.text_digest,
         "digest": _digest(tensors),
     }
-    write_whole(folder / FILE, save(tensors, {HEADER: json.dumps(header, sort_keys=True)}))
+    if checkpoint.architecture is not None:
+        header["architecture"] = checkpoint.architecture
+    metadata = {HEADER: json.dumps(header, sort_keys=True)}
+    write_whole(folder / FILE, lambda path: _write(tensors, path, metadata))
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
@@ -66,7 +75,14 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         raise Fault(_damaged(path)) from error
     if digest != _digest(tensors):
         raise Fault(_damaged(path))
-    return Checkpoint(settings, target, text_digest, tensors)
+    return Checkpoint(settings, target, text_digest, tensors, header.get("architecture"))
+
+
+def _write(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        raise OSError(0, str(error)) from error
 
 
 def _read(path: Path) -> tuple[dict, dict[str, Tensor]]:

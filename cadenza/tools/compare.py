@@ -1,4 +1,4 @@
-"""`cadenza train --compare`: Cadenza's Llama against its twin in stock PyTorch.
+"""`cadenza train --compare`: Cadenza's model against its twin in stock PyTorch.
 
 Three trainings from the same weights on the same batches, one after another, each in a process of
 its own: ours, the stock twin, and a stock twin whose weights were moved by one unit in the last
@@ -19,7 +19,7 @@ from typing import Any
 import cadenza
 from cadenza.tools.atomic import write_whole
 from cadenza.tools.contender import OURS, PERTURBED, STOCK, TIMING, Request
-from cadenza.tools.corpus import read_corpus
+from cadenza.tools.corpus import corpus_of
 from cadenza.tools.plot import comparison_plot
 from cadenza.tools.runs import COMPARISON, COMPARISON_PLOT, fresh_folder, fresh_settings
 from cadenza.tools.settings import COMPARED_STEPS, Settings, check_steps
@@ -41,12 +41,12 @@ class PartError(Exception):
 def compare(given: dict[str, Any], *, out: str | None, steps: int | None) -> int:
     """Train all three and report; 0 if every bound holds, 1 if not. Raises Fault on bad input."""
     settings = fresh_settings(given)
-    steps = COMPARED_STEPS[settings.dtype] if steps is None else steps
+    steps = COMPARED_STEPS[settings.arithmetic] if steps is None else steps
     check_steps(steps)
     device_named(settings.device)
-    read_corpus(settings.text, settings.context)
+    unit = corpus_of(settings).tokenizer.unit
     folder = fresh_folder(out)
-    print(f"comparison in {folder}: {steps} steps in {settings.dtype}", flush=True)
+    print(f"comparison in {folder}: {steps} steps in {settings.arithmetic}", flush=True)
     try:
         results = {part: measure(part, settings, steps) for part in PARTS}
     except PartError as error:
@@ -56,7 +56,7 @@ def compare(given: dict[str, Any], *, out: str | None, steps: int | None) -> int
         _remove_if_empty(folder)
         print("stopped; a comparison is not resumed, start it again")
         return 130
-    return _report(folder, settings, results)
+    return _report(folder, settings, results, unit)
 
 
 def measure(part: str, settings: Settings, steps: int) -> Results:
@@ -85,13 +85,13 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _report(folder: Path, settings: Settings, results: Results) -> int:
+def _report(folder: Path, settings: Settings, results: Results, unit: str) -> int:
     drifts = {part: drift(results[part], results[STOCK]) for part in (OURS, PERTURBED)}
-    verdict = bounds(settings.dtype, drifts[OURS], drifts[PERTURBED])
+    verdict = bounds(settings.arithmetic, drifts[OURS], drifts[PERTURBED])
     passed = all(bound.holds for bound in verdict)
     report = _as_json(settings, results, drifts, verdict)
     write_whole(folder / COMPARISON, json.dumps(report, indent=1).encode())
-    write_whole(folder / COMPARISON_PLOT, _picture(settings, results, drifts))
+    write_whole(folder / COMPARISON_PLOT, _picture(settings, results, drifts, unit))
     print("\n".join(_lines(results, drifts, verdict)))
     print(f"written: {folder / COMPARISON}, {folder / COMPARISON_PLOT}")
     return 0 if passed else 1
@@ -117,7 +117,7 @@ def _as_json(
     }
 
 
-def _picture(settings: Settings, results: Results, drifts: dict[str, Drift]) -> bytes:
+def _picture(settings: Settings, results: Results, drifts: dict[str, Drift], unit: str) -> bytes:
     curves = {
         part: (
             results[part]["training"],
@@ -126,8 +126,8 @@ def _picture(settings: Settings, results: Results, drifts: dict[str, Drift]) -> 
         for part in (OURS, STOCK, PERTURBED)
     }
     differences = {part: one.training for part, one in drifts.items()}
-    limit, _ = LIMITS.get(settings.dtype, (None, 0))
-    return comparison_plot(curves, differences, limit)
+    limit, _ = LIMITS.get(settings.arithmetic, (None, 0))
+    return comparison_plot(curves, differences, limit, unit)
 
 
 def _lines(results: Results, drifts: dict[str, Drift], verdict: list[Bound]) -> list[str]:
@@ -137,11 +137,7 @@ def _lines(results: Results, drifts: dict[str, Drift], verdict: list[Bound]) -> 
         loss, seconds = result["validation"][-1]["loss"], result["seconds_per_step"]
         size = f"{result['peak_bytes'] / 2**20:.0f} MiB"
         lines.append(f"{part:<10} {loss:>14.4f} {seconds * 1e3:>9.1f} ms {size:>12}")
-    timing = results[TIMING]
-    lines.append(
-        f"time a step, taken in turn: {OURS} {timing[OURS] * 1e3:.1f} ms, "
-        f"{STOCK} {timing[STOCK] * 1e3:.1f} ms, ratio {timing['ratio']:.2f}"
-    )
+    lines.append(f"time a step, taken in turn: {_timing(results[TIMING])}")
     for part, one in drifts.items():
         largest = f"training {max(one.training):.2e}, held out {max(one.validation.values()):.2e}"
         lines.append(f"largest relative difference, {part} from stock: {largest}")
@@ -149,3 +145,10 @@ def _lines(results: Results, drifts: dict[str, Drift], verdict: list[Bound]) -> 
         mark = "pass" if bound.holds else "FAIL"
         lines.append(f"{mark}: {bound.name}: {bound.value:.2e}, at most {bound.limit:.0e}")
     return lines
+
+
+def _timing(timing: Results) -> str:
+    if not timing:
+        return f"{OURS} and {STOCK} don't fit in memory together"
+    ours, stock = timing[OURS] * 1e3, timing[STOCK] * 1e3
+    return f"{OURS} {ours:.1f} ms, {STOCK} {stock:.1f} ms, ratio {timing['ratio']:.2f}"

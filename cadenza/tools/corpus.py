@@ -1,4 +1,4 @@
-"""The text to learn, as bytes: where it comes from, what is held out, and the batches.
+"""The text to learn, as tokens: where it comes from, what is held out, and the batches.
 
 The last tenth is held out and never trained on. A batch is a pure function of (seed, step), so
 resumed and compared runs see the same ones without storing a position or a random state.
@@ -14,21 +14,24 @@ import torch
 from torch import Tensor
 
 from cadenza.tools.fault import Fault
+from cadenza.tools.settings import Settings
+from cadenza.tools.tokens import BYTES, Tokenizer, tokenizer_named
 
-HELD_OUT_PART = 10  # one byte in ten
+HELD_OUT_PART = 10  # one token in ten
 VALIDATION_WINDOWS = 32
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to train on and bytes held out, uint8 `[length]` each, and their digest."""
+    """Tokens to train on and tokens held out, whole numbers `[length]` each, and their digest."""
 
     training: Tensor
     held_out: Tensor
     digest: str
+    tokenizer: Tokenizer = BYTES
 
     def batch(self, seed: int, step: int, rows: int, context: int) -> Tensor:
-        """Windows `[rows, context + 1]` int64 of the training bytes, decided by (seed, step)."""
+        """Windows `[rows, context + 1]` int64 of the training tokens, decided by (seed, step)."""
         generator = torch.Generator().manual_seed(derived_seed("batch", seed, step))
         last = len(self.training) - context
         starts = torch.randint(last, (rows, 1), generator=generator)
@@ -48,23 +51,28 @@ def derived_seed(*parts: object) -> int:
     return int.from_bytes(digest[:7], "big")
 
 
-def read_corpus(path: str | None, context: int) -> Corpus:
+def corpus_of(settings: Settings) -> Corpus:
+    """The corpus of a run. Raises Fault as `read_corpus` does."""
+    return read_corpus(settings.text, settings.context, tokenizer_named(settings.tokenizer))
+
+
+def read_corpus(path: str | None, context: int, tokenizer: Tokenizer = BYTES) -> Corpus:
     """The text in the file, or Python's documentation where None, split into its two parts.
 
-    Raises Fault where it can't be read or doesn't hold one window of `context` + 1 bytes in
+    Raises Fault where it can't be read or doesn't hold one window of `context` + 1 tokens in
     each part.
     """
-    content = python_documentation() if path is None else _read(Path(path))
-    held_out = len(content) // HELD_OUT_PART
+    both = tokenizer.encode(python_documentation() if path is None else _read(Path(path)))
+    held_out = len(both) // HELD_OUT_PART
     if held_out < context + 1:
         raise Fault(
-            f"{path or 'the documentation of Python'} holds {len(content)} bytes and a context of "
-            f"{context} needs {HELD_OUT_PART * (context + 1)}: "
+            f"{path or 'the documentation of Python'} holds {len(both)} {tokenizer.unit}s and a "
+            f"context of {context} needs {HELD_OUT_PART * (context + 1)}: "
             "choose a longer --text or a smaller --context"
         )
-    both = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    cut = len(content) - held_out
-    return Corpus(both[:cut], both[cut:], hashlib.sha256(content).hexdigest())
+    cut = len(both) - held_out
+    digest = hashlib.sha256(both.numpy()).hexdigest()
+    return Corpus(both[:cut], both[cut:], digest, tokenizer)
 
 
 def python_documentation() -> bytes:

@@ -13,11 +13,12 @@ Curve = Sequence[float]
 DOTS_PER_INCH = 120
 
 
-def loss_plot(training: Curve, validation: Mapping[int, float]) -> bytes:
-    """Training loss by step, held-out loss by step."""
+def loss_plot(training: Curve, validation: Mapping[int, float], unit: str = "byte") -> bytes:
+    """Training loss by step, held-out loss by step; `unit` is what a token is."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     _draw_losses(axes, training, validation, color="C0", linewidth=1)
+    _label_losses(axes, unit)
     axes.legend()
     return _png(figure)
 
@@ -26,6 +27,7 @@ def comparison_plot(
     curves: Mapping[str, tuple[Curve, Mapping[int, float]]],
     differences: Mapping[str, Curve],
     limit: float | None,
+    unit: str = "byte",
 ) -> bytes:
     """Above all models' losses, below by step the relative difference of each from stock."""
     figure = Figure(figsize=(8, 9), layout="constrained")
@@ -35,6 +37,7 @@ def comparison_plot(
         # Curves that agree lie on each other: the first is the widest, and shows at the edges.
         width = 1 + 2 * (len(curves) - 1 - index)
         _draw_losses(upper, *losses, color=colors[name], linewidth=width, name=f"{name}: ")
+    _label_losses(upper, unit)
     for name, difference in differences.items():
         label = f"{name} from stock"
         lower.plot(_steps(difference), difference, color=colors[name], label=label, linewidth=1)
@@ -59,7 +62,10 @@ def _draw_losses(
     steps, losses = list(validation), list(validation.values())
     size = 4 + linewidth
     axes.plot(steps, losses, "o--", label=f"{name}held out", color=color, markersize=size)
-    axes.set(xlabel="step", ylabel="cross-entropy (nats a byte)")
+
+
+def _label_losses(axes: Axes, unit: str) -> None:
+    axes.set(xlabel="step", ylabel=f"cross-entropy (nats a {unit})")
 
 
 def _steps(curve: Curve) -> range:

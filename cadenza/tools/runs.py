@@ -14,16 +14,22 @@ from typing import Any
 
 from cadenza.tools.atomic import prepare_folder, write_whole
 from cadenza.tools.checkpoint import FILE, Checkpoint, load_checkpoint, save_checkpoint
-from cadenza.tools.corpus import read_corpus
+from cadenza.tools.corpus import corpus_of
 from cadenza.tools.fault import Fault
 from cadenza.tools.loop import forget_irregular_validation
 from cadenza.tools.plot import loss_plot
-from cadenza.tools.settings import Settings, check_steps, differing
-from cadenza.tools.trainer import Trainer, build_model
+from cadenza.tools.settings import BYTEWISE, Settings, check_steps, differing
+from cadenza.tools.trainer import Trainer, build_model, device_named, enough_memory
+from cadenza.tools.whole import architecture_of, is_whole, unfilled, whole_settings
 
 METRICS, PLOT, SAMPLE = "metrics.json", "loss.png", "sample.txt"
 COMPARISON, COMPARISON_PLOT = "compare.json", "compare.png"
-OUTPUTS = (FILE, METRICS, PLOT, SAMPLE, COMPARISON, COMPARISON_PLOT)
+MODEL = "model"
+OUTPUTS = (FILE, METRICS, PLOT, SAMPLE, MODEL, COMPARISON, COMPARISON_PLOT)
+PATHS = ("text", "init", "tokenizer")
+# A save that takes no longer than this is taken whenever one is due; a longer one may take one part
+# of so many of a run's time.
+SHORT_SECONDS, PARTS = 1.0, 20
 
 
 @dataclass
@@ -33,12 +39,33 @@ class Run:
     folder: Path
     trainer: Trainer
     target: int
+    saved: int = -1
+    next_save: float = 0.0
+
+    def save_when_due(self) -> None:
+        """Save, unless that takes long and was done a short while ago."""
+        if time.monotonic() >= self.next_save:
+            self.save()
+
+    def save_last(self) -> None:
+        """Save, unless the present step is saved."""
+        if self.saved != self.trainer.step:
+            self.save()
 
     def save(self) -> None:
         """Write the checkpoint, then the metrics."""
+        start = time.monotonic()
+        self._write()
+        end = time.monotonic()
+        self.saved = self.trainer.step
+        self.next_save = end + PARTS * max(0.0, end - start - SHORT_SECONDS)
+
+    def _write(self) -> None:
         trainer = self.trainer
-        digest = trainer.corpus.digest
-        checkpoint = Checkpoint(trainer.settings, self.target, digest, trainer.tensors())
+        checkpoint = Checkpoint(
+            trainer.settings, self.target, trainer.corpus.digest, trainer.tensors(),
+            architecture_of(trainer.model),
+        )  # fmt: skip
         save_checkpoint(self.folder, checkpoint)
         metrics = {
             "settings": dataclasses.asdict(trainer.settings),
@@ -50,17 +77,23 @@ class Run:
 
     def draw(self) -> None:
         """Write the plot of all losses."""
-        picture = loss_plot(self.trainer.training, self.trainer.validation)
+        unit = self.trainer.corpus.tokenizer.unit
+        picture = loss_plot(self.trainer.training, self.trainer.validation, unit)
         write_whole(self.folder / PLOT, picture)
 
 
 def fresh_settings(given: dict[str, Any]) -> Settings:
     """Settings from the options given, checked; the others keep their defaults."""
-    if given.get("text") is not None:
-        given = given | {"text": str(Path(given["text"]).absolute())}
-    settings = Settings(**given)
+    given = _absolute(given)
+    settings = whole_settings(given) if is_whole(given) else Settings(**given)
     settings.check()
     return settings
+
+
+def _absolute(given: dict[str, Any]) -> dict[str, Any]:
+    """The options with paths that hold from any folder."""
+    paths = {name: given[name] for name in PATHS if given.get(name) not in (None, BYTEWISE)}
+    return given | {name: str(Path(path).absolute()) for name, path in paths.items()}
 
 
 def fresh_folder(out: str | None) -> Path:
@@ -91,6 +124,7 @@ def start_run(given: dict[str, Any], out: str | None, target: int) -> Run:
 
 def resume_run(given: dict[str, Any], out: str | None, target: int | None) -> Run:
     """The run that `out` holds, as it stood; raises Fault where an option contradicts it."""
+    given = _absolute(given)
     if out is None:
         raise Fault("--resume needs the folder of the run: add --out DIR")
     folder = Path(out)
@@ -100,22 +134,27 @@ def resume_run(given: dict[str, Any], out: str | None, target: int | None) -> Ru
             f"{folder} holds another run: {'; '.join(contradictions)}: "
             "leave that out, or start a new run with another --out"
         )
-    settings = checkpoint.settings
-    if given.get("text") is not None:
-        settings = dataclasses.replace(settings, text=str(Path(given["text"]).absolute()))
+    moved = {name: given[name] for name in ("text", "tokenizer") if given.get(name) is not None}
+    settings = dataclasses.replace(checkpoint.settings, **moved)
     settings.check()
-    trainer = _trainer(settings)
+    trainer = _trainer(settings, checkpoint.architecture)
     _check_text(trainer, checkpoint)
     trainer.restore(checkpoint.tensors)
-    run = Run(folder, trainer, _longer(trainer, checkpoint.target, target))
+    target = _longer(trainer, checkpoint.target, target)
+    run = Run(folder, trainer, target, saved=trainer.step)
     forget_irregular_validation(trainer, run.target)
     prepare_folder(folder)
     return run
 
 
-def _trainer(settings: Settings) -> Trainer:
-    corpus = read_corpus(settings.text, settings.context)
-    return Trainer(build_model("cadenza", settings), settings, corpus)
+def _trainer(settings: Settings, architecture: dict[str, Any] | None = None) -> Trainer:
+    """The trainer of a new run, or one yet to be restored, of a whole model of that config.json."""
+    corpus = corpus_of(settings)
+    if architecture is None:
+        return Trainer(build_model("cadenza", settings), settings, corpus)
+    device = device_named(settings.device)
+    with enough_memory():
+        return Trainer(unfilled(architecture, settings, device), settings, corpus)
 
 
 def _check_text(trainer: Trainer, checkpoint: Checkpoint) -> None:

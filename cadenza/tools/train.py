@@ -1,4 +1,7 @@
-"""`cadenza train`: a small Llama on bytes of text, from the first step to a sample of its own."""
+"""`cadenza train`: a model on text, from the first step to a sample of its own.
+
+The small Llama on bytes, or a whole model, which is then written as Hugging Face has it, too.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ from cadenza.tools.interrupt import Interruption, interruptible
 from cadenza.tools.launcher import shell_line
 from cadenza.tools.loop import advance
 from cadenza.tools.progress import Pace, clock, progress
-from cadenza.tools.runs import SAMPLE, Run, resume_run, start_run
-from cadenza.tools.settings import DEFAULT_STEPS
+from cadenza.tools.runs import MODEL, SAMPLE, Run, resume_run, start_run
+from cadenza.tools.settings import DEFAULT_STEPS, SMALL
 from cadenza.tools.trainer import Trainer
+from cadenza.tools.whole import export
 
 SAMPLE_PROMPT = b"The "
 SAMPLE_BYTES = 256
@@ -41,8 +45,9 @@ def train(given: dict[str, Any], *, out: str | None, resume: bool, steps: int | 
 def _announce(run: Run) -> None:
     count = sum(weight.numel() for weight in run.trainer.model.parameters())
     corpus = run.trainer.corpus
+    unit = f"{corpus.tokenizer.unit}s"
     print(f"run in {run.folder}: {count:,} parameters, seed {run.trainer.settings.seed}")
-    print(f"{len(corpus.training):,} bytes to train on, {len(corpus.held_out):,} held out")
+    print(f"{len(corpus.training):,} {unit} to train on, {len(corpus.held_out):,} held out")
     if run.trainer.step:
         print(f"resumed after step {run.trainer.step}", flush=True)
 
@@ -52,9 +57,8 @@ def _train(run: Run) -> tuple[Pace, Interruption]:
     tokens = settings.batch * settings.context
     show = progress("step", run.trainer.step, run.target, tokens)
     with interruptible() as interruption, show:
-        advance(run.trainer, run.target, show, interruption, run.save)
-    if interruption:
-        run.save()
+        advance(run.trainer, run.target, show, interruption, run.save_when_due)
+    run.save_last()
     run.draw()
     return show.pace, interruption
 
@@ -66,6 +70,9 @@ def _conclude(run: Run, pace: Pace) -> None:
     if pace.seconds:
         speed = pace.tokens_per_second()
         print(f"{clock(sum(pace.seconds))} of training, {speed:,.0f} tokens/s")
+    if trainer.settings.model != SMALL:
+        export(trainer.model, run.folder / MODEL, trainer.settings.tokenizer)
+        print(f"written for Hugging Face: {run.folder / MODEL}")
     text = sample(trainer)
     write_whole(run.folder / SAMPLE, text.encode())
     print(f"sample:\n{text}")
@@ -74,7 +81,9 @@ def _conclude(run: Run, pace: Pace) -> None:
 def sample(trainer: Trainer) -> str:
     """Text that the model writes on from a fixed beginning, decided by weights and seed."""
     seed = derived_seed("sample", trainer.settings.seed)
-    written = generate(trainer.model, SAMPLE_PROMPT, SAMPLE_BYTES, seed)
+    with trainer.arithmetic():
+        tokenizer = trainer.corpus.tokenizer
+        written = generate(trainer.model, SAMPLE_PROMPT, SAMPLE_BYTES, seed, tokenizer)
     text = written.decode(errors="replace")
     # A control character could move the cursor or change the terminal's state.
     return "".join(

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from cadenza.library.models import Llama, StockLlama
+from cadenza.library.models import Llama, StockLlama, checkpoint_layers
 from cadenza.tools.corpus import Corpus, derived_seed
 from cadenza.tools.fault import Fault
-from cadenza.tools.settings import Settings
+from cadenza.tools.settings import SMALL, Settings
+from cadenza.tools.whole import build_whole
 
 MODELS: dict[str, type[nn.Module]] = {"cadenza": Llama, "stock": StockLlama}
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+class MemoryFault(Fault):
+    """There is not enough memory."""
 
 
 def device_named(name: str) -> torch.device:
@@ -41,20 +46,24 @@ def enough_memory() -> Iterator[None]:
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
-        raise Fault(
-            "there is not enough memory for these sizes: "
-            "choose a smaller --batch, --context, --width or --layers"
+        raise MemoryFault(
+            "there is not enough memory for these sizes: choose a smaller --batch, --context or "
+            "model, a step in more parts (--accumulate), or --checkpointing"
         ) from error
 
 
 def build_model(name: str, settings: Settings) -> nn.Module:
     """The model of that name in MODELS, with the initial weights that the seed decides.
 
-    All models start from the stock twin's weights, drawn in float32 on the CPU.
+    All models start from the stock twin's weights, drawn in float32 on the CPU. A whole model is
+    the one of that name in `whole.KINDS`, and may start from a checkpoint.
     """
-    config, device = settings.config(), device_named(settings.device)
+    device = device_named(settings.device)
     with enough_memory(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(derived_seed("weights", settings.seed))
+        if settings.model != SMALL:
+            return build_whole(name, settings, device)
+        config = settings.config()
         model: nn.Module = StockLlama(config)
         if name != "stock":
             weights = model.state_dict()
@@ -67,8 +76,11 @@ class Trainer:
     """A model with AdamW, its corpus, and its loss at every step and validation."""
 
     def __init__(self, model: nn.Module, settings: Settings, corpus: Corpus) -> None:
+        _check_vocabulary(model, corpus)
         self.model, self.settings, self.corpus = model, settings, corpus
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
+        if settings.checkpointing:
+            checkpoint_layers(model)
+        self.optimizer = _optimizer(model, settings)
         self.training: list[float] = []
         self.validation: dict[int, float] = {}
 
@@ -79,15 +91,29 @@ class Trainer:
 
     @enough_memory()
     def train_step(self) -> float:
-        """One update; its mean cross-entropy before it, in nats. Raises Fault unless finite."""
+        """One update; its mean cross-entropy before it, in nats. Raises Fault unless finite.
+
+        The gradient is that of all the step's sequences, in however many parts they are taken.
+        """
         shape = self.settings.batch, self.settings.context
-        loss = self._loss(self.corpus.batch(self.settings.seed, self.step, *shape))
-        value = self._finite(loss.item())
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        windows = self.corpus.batch(self.settings.seed, self.step, *shape)
+        losses = [self._accumulate(part) for part in windows.split(self._part)]
+        value = self._finite(math.fsum(loss.item() for loss in losses) / len(losses))
         self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         self.training.append(value)
         return value
+
+    @property
+    def _part(self) -> int:
+        """Sequences that are taken at a time."""
+        return self.settings.batch // self.settings.accumulate
+
+    def _accumulate(self, windows: Tensor) -> Tensor:
+        """The mean loss of some of a step's sequences, whose gradient is added."""
+        loss = self._loss(windows)
+        (loss / self.settings.accumulate).backward()
+        return loss.detach()
 
     @enough_memory()
     @torch.no_grad()
@@ -97,7 +123,7 @@ class Trainer:
         Raises Fault unless finite.
         """
         windows = self.corpus.validation(self.settings.context)
-        sums = [self._loss(part).item() * len(part) for part in windows.split(self.settings.batch)]
+        sums = [self._loss(part).item() * len(part) for part in windows.split(self._part)]
         self.validation[self.step] = self._finite(math.fsum(sums) / len(windows))
         return self.validation[self.step]
 
@@ -108,12 +134,23 @@ class Trainer:
 
     def _loss(self, windows: Tensor) -> Tensor:
         windows = windows.to(self.settings.device)
-        return self.model(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
+        with self.arithmetic():
+            return self.model(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
+
+    def arithmetic(self) -> AbstractContextManager[object]:
+        """What the model runs under: autocast to bfloat16 where the precision is mixed."""
+        if self.settings.precision != "mixed":
+            return nullcontext()
+        return torch.autocast(torch.device(self.settings.device).type, torch.bfloat16)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The weights by name, a tied one once."""
+        return {name: weight.detach() for name, weight in self.model.named_parameters()}
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole state: weights under their own names, `optimizer/…` and `history/…`."""
         return {
-            **{name: weight.detach() for name, weight in self.model.state_dict().items()},
+            **self._weights(),
             **self._moments(),
             "history/training": torch.tensor(self.training, dtype=torch.float64),
             "history/validation": torch.tensor(
@@ -133,7 +170,8 @@ class Trainer:
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Take on the state that `tensors()` gave; raises Fault where names or shapes differ."""
         _check_layout(self._layout(tensors), tensors)
-        self.model.load_state_dict({name: tensors[name] for name in self.model.state_dict()})
+        for name, weight in self._weights().items():
+            weight.copy_(tensors[name])
         saved = self.optimizer.state_dict()
         saved["state"] = {
             index: {moment: tensors[f"optimizer/{moment}/{name}"] for moment in MOMENTS}
@@ -146,7 +184,7 @@ class Trainer:
 
     def _layout(self, tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """The shape that each tensor of a state must have."""
-        layout = {name: tuple(weight.shape) for name, weight in self.model.state_dict().items()}
+        layout = {name: tuple(weight.shape) for name, weight in self._weights().items()}
         for name, weight in self.model.named_parameters():
             if f"optimizer/step/{name}" in tensors:
                 shapes = ((), tuple(weight.shape), tuple(weight.shape))
@@ -155,6 +193,22 @@ class Trainer:
             found = tensors.get(name, torch.empty(0))
             layout[name] = tuple(found.shape) if found.dim() == rank else (-1,) * rank
         return layout
+
+
+def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """AdamW; for whole models on a GPU the fused one, which needs no memory of their size."""
+    rate = settings.learning_rate
+    fused = settings.model != SMALL and torch.device(settings.device).type == "cuda"
+    return torch.optim.AdamW(model.parameters(), lr=rate, fused=fused or None)
+
+
+def _check_vocabulary(model: nn.Module, corpus: Corpus) -> None:
+    needed, held = corpus.tokenizer.vocabulary, model.config.vocabulary
+    if needed > held:
+        raise Fault(
+            f"the tokenizer has {needed} tokens, the model knows {held}: "
+            "name the --tokenizer of this model"
+        )
 
 
 def _check_layout(expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor]) -> None:
