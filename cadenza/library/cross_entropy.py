@@ -98,8 +98,7 @@ def linear_cross_entropy(
     given = {"bias": bias, "weight": weight, "token_weights": token_weights}
     check_tensors(x, w, target, given)
     operands = _operands(x, w, target, given, terms)
-    elements, other = (LEAN_ELEMENTS, target.numel()) if lean else (CHUNK_ELEMENTS, w.shape[0])
-    size = max(STEP, elements // max(1, other) // STEP * STEP) if chunk is None else chunk
+    size = _chunk(target, w, lean) if chunk is None else chunk
     if reduction == "none":
         return _losses(operands, terms, size, lean).reshape(target.shape)
     if num_items_in_batch is not None:
@@ -108,6 +107,12 @@ def linear_cross_entropy(
         return _total(operands, terms, size, lean)
     count = _count(operands, ignore_index)
     return torch.where(count != 0, _total(operands, terms, size, lean, _but_zero(count)), torch.nan)
+
+
+def _chunk(target: Tensor, w: Tensor, lean: bool) -> int:
+    """How many rows, or lean classes, are taken at a time."""
+    elements, other = (LEAN_ELEMENTS, target.numel()) if lean else (CHUNK_ELEMENTS, w.shape[0])
+    return max(STEP, elements // max(1, other) // STEP * STEP)
 
 
 def _operands(
