@@ -151,7 +151,7 @@ def test_a_table_shows_rates_against_the_roofline():
     text = printed(record("ours", [200.0]))
     rate = 2**37 / 200e-6 / 1e12
     assert f"{rate:.1f}" in text
-    assert f"{100 * rate / (989.4 * 0.79):.0f}%" in text
+    assert f"{100 * rate / (989.4 * 0.667):.0f}%" in text
     assert "of roofline" in printed(record("ours", [200.0], device="some CPU"))
 
 

@@ -87,7 +87,7 @@ class Gpu(NamedTuple):
     half: float
     single: float
     memory: float
-    computing: float = 0.79
+    computing: float = 0.667
     moving: float = 0.90
 
     def nominal(self, dtype: str) -> float:
@@ -106,8 +106,9 @@ class Gpu(NamedTuple):
 
 # Nominal: the vendors' data sheets, without sparsity (H100 and H200 Tensor Core GPU, A100 80 GB
 # SXM, HGX B200 for one GPU, L40S, RTX 4090 in the Ada whitepaper, MI300X). Sustained: an H200 does
-# the bf16 product 16384 x 4096 x 4096 in 0.706 ms, which is 780 TFLOP/s, 0.79 of nominal; no
-# other GPU, and no bandwidth, has been measured: the same share and 0.9 stand for them.
+# the four bf16 products of a Llama-3-8B layer forward, 7.147 TFLOP, in 10.82 ms one after the other
+# (benchmarks/results/layer.json, bare), 660 TFLOP/s, 0.667 of nominal; one of them after a pause
+# does 0.79. No other GPU, and no bandwidth, has been measured: this share and 0.9 stand for them.
 GPUS = {
     "h100": Gpu("H100 SXM", 989.4, 66.9, 3.35),
     "h200": Gpu("H200", 989.4, 66.9, 4.8),
