@@ -3,6 +3,7 @@
 #   make train    creates the environment .venv, then trains the small model (ARGS="--steps 10")
 #   make test     creates it too; lint, types, all tests (ARGS="--long": many more random programs)
 #   make quick    only the tests that take no more than a few seconds
+#   make site     the documentation as a site, in build/site
 #   make clean    removes the environment and what tools left behind; trained models in runs/ stay
 
 PYTHON ?= python3
@@ -11,18 +12,20 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+OLDEST := $(VENV)/oldest
 
-.PHONY: help train test quick lint clean
+.PHONY: help train test quick lint site clean
 
 help:
-	@sed -n '3,6s/^# *//p' Makefile
+	@sed -n '3,7s/^# *//p' Makefile
 
 train: $(STAMP)
 	$(BIN)/cadenza train $(ARGS)
 
 # Two workers: the tests are bound by one core each, and two are what the time limits are meant for.
-test: lint
+test: lint $(OLDEST)/.installed
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n 2 $(ARGS) tests/test_hf_*.py
 
 quick: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
@@ -31,6 +34,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict cadenza/core
+
+site: $(STAMP)
+	$(BIN)/mkdocs build --strict
 
 # The stamp goes with the old environment and is written last, so that an installation which
 # failed half-way is never taken for a finished one.
@@ -41,6 +47,12 @@ $(STAMP): pyproject.toml constraints.txt
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# In a folder of its own, and without what the environment has already.
+$(OLDEST)/.installed: tests/oldest.txt | $(STAMP)
+	rm -rf $(OLDEST)
+	$(BIN)/python -m pip install --no-deps --target $(OLDEST) --requirement tests/oldest.txt
 	@touch $@
 
 clean:

@@ -88,9 +88,10 @@ WRONG = [
     (torch.randn(3, 48), HEADS, r"qkv \[3, 48\]"),
     (torch.randn(2, 3, 48), {"heads": 3, "key_value_heads": 2}, "a multiple of"),
     (torch.randn(2, 3, 48), {"heads": 0}, "heads=0"),
+    (torch.randn(2, 3, 48), HEADS | {"cumulative_lengths": torch.tensor([0, 5])}, "for 6 tokens"),
     *[
         (torch.randn(2, 3, 48), HEADS | {"cumulative_lengths": torch.tensor(ends)}, "for 6 tokens")
-        for ends in ([0, 5], [1, 6], [0, 4, 2, 6], [0.0, 6.0], [[0, 6]], [6])
+        for ends in ([1, 6], [0, 4, 2, 6], [0.0, 6.0], [[0, 6]], [6])
     ],
 ]
 

@@ -13,6 +13,7 @@ import io
 import re
 import runpy
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,17 +103,23 @@ def broken_blocks(path: str, text: str) -> list[str]:
     return problems
 
 
-def shown_names(text: str) -> tuple[set[str], set[str]]:
-    """Operations and functions that stand in a heading or in their column of a table."""
-    operations, functions, header = set(), set(), []
+def table_rows(text: str) -> Iterator[dict[str, str]]:
+    """Every row of every table, as its cells by the names of their columns."""
+    header: list[str] = []
     for line in prose(text).splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if cells and header:
+            yield dict(zip(header, cells, strict=False))
         header = (header or cells) if cells else []
-        columns = dict(zip(header, cells, strict=False))
-        heading = line if line.startswith("#") else ""
-        operations |= set(re.findall(r"`(\w+)`", columns.get("operation", "") + heading))
-        functions |= set(re.findall(r"`L\.(\w+)", columns.get("write", "") + heading))
-    return operations, functions
+
+
+def shown_names(text: str) -> tuple[set[str], set[str]]:
+    """Operations and functions that stand in a heading or in their column of a table."""
+    headings = [line for line in prose(text).splitlines() if line.startswith("#")]
+    rows = list(table_rows(text))
+    operations = "\n".join([*headings, *(row.get("operation", "") for row in rows)])
+    functions = "\n".join([*headings, *(row.get("write", "") for row in rows)])
+    return set(re.findall(r"`(\w+)`", operations)), set(re.findall(r"`L\.(\w+)", functions))
 
 
 def unshown_options(text: str, name: str) -> list[str]:

@@ -99,7 +99,7 @@ SHAPES = [
     (lambda x: L.row_sum(x).T, [X],
      ("transpose of [M, 1]", "columns of the transpose of size M", "a size known when tracing",
       "v.T of a row [1, n], or of a column with a known number of rows")),
-    (lambda x, i: L.pick(x, i.builder and i), [X, (4,)],
+    (lambda x, i: L.pick(x, i), [X, (4,)],
      ("pick at an index that is not one number a row", "an index [1, 4]",
       "whole numbers of the leading dimensions of x, [...] or [..., 1]",
       "L.pick(x, index) with as many indices as x has rows")),

@@ -1,8 +1,20 @@
-"""Rewriting documents: outputs become what code prints, everything else stays."""
+"""What documents show of the code: outputs, pages made of tables and cases, pictures of results."""
 
+import ast
+import sys
+from pathlib import Path
+
+import errors_page
 import pytest
-from rewrite_docs import rewritten
-from test_docs import DOCUMENTS, broken_blocks, read
+import reference_page
+from doc_pictures import FOLDER, draw, drawable, figures, shown
+from rewrite_docs import PAGES, rewritten
+from test_docs import DOCUMENTS, ROOT, broken_blocks, read, table_rows
+
+from cadenza.core import lang
+from cadenza.core.errors import CadenzaError
+from cadenza.core.ops import Op, Type
+from cadenza.tools.bench.results import Results, cases, load, ratio
 
 STALE = "# T\n\n```python\nfor x in 1, 2, 3:\n    print(x)\n```\n\n```text\nold\n```\n\nWords.\n"
 
@@ -33,3 +45,175 @@ def test_code_that_fails_is_named_and_nothing_is_written():
 def test_documents_are_as_they_would_be_written(path):
     assert path in DOCUMENTS
     assert rewritten(path, read(path)) == read(path)
+
+
+# --- the reference --------------------------------------------------------------------------------
+
+WRITE = "python tests/rewrite_docs.py writes it anew: look at the difference"
+
+
+def test_the_reference_is_as_it_would_be_made():
+    assert read(reference_page.PATH) == PAGES[reference_page.PATH](), WRITE
+
+
+def test_every_operation_and_every_function_has_an_entry():
+    lines = read(reference_page.PATH).splitlines()
+    headings = {line.strip("#` ") for line in lines if line.startswith("###")}
+    assert {op.label for op in Op} | set(lang.__all__) <= headings
+
+
+@pytest.mark.parametrize(
+    ("op", "types", "table"),
+    [
+        (Op.SQRT, "x `[M, N]` → `[M, N]`", "x: `g / (2.0 * y)`"),
+        (Op.SPLIT, "x `[M, N]` → `[M, N/2]`, with part, inner", "x: `join(g, constant("),
+        (Op.GROUP_SUM, "x `[M, N]` → `[M, N/size]`, with size", "x: `repeat(g, times=4)`"),
+        (Op.LOGSUMEXP, "x `[M, N]`, shift `[M, 1]` → `[M, 1]`", "; shift: `-g`"),
+        (Op.MATMUL, "a `[M, K]`, b `[K, N]` → `[M, N]`, with", "a: `g @ b.T`; b: `a.T @ g`"),
+        (Op.COMPARE, "a `[M, N]`, b `[M, N]` → `[M, N]`, boolean, with relation", None),
+    ],
+)
+def test_an_entry_says_what_the_tables_do(op, types, table):
+    assert reference_page.types(op).startswith(types)
+    found = reference_page.derivatives(op, "words")
+    assert table is None if not found else table in found[0]
+
+
+def test_a_size_without_a_name_is_no_formula():
+    with pytest.raises(KeyError):
+        reference_page.formula(Type("M", 1000))
+
+
+def measured(pattern: str, times: dict[str, list[float]]) -> list[dict]:
+    about = {"device": "NVIDIA H200", "size": "16384x4096x4096", "dtype": "bf16", "run": "one"}
+    about |= {"mode": "sustained", "pattern": pattern}
+    return [{**about, "variant": name, "samples": time} for name, time in times.items()]
+
+
+def test_costs_are_told_where_they_were_measured_and_nowhere_else():
+    records = measured("square-sum", {"ours": [103.0, 206.0], "products": [100.0, 200.0]})
+    records += measured("square-sum+bias", {"ours": [150.0], "products": [100.0]})
+    records += measured("column-sum", {"ours": [150.0]})
+    found = dict(reference_page.measured(Results("primitives", {"one": {}}, records)))
+    assert list(found) == ["row_sum"]
+    assert (
+        "+3.0 % over the product alone (16384x4096x4096, bf16, sustained, NVIDIA"
+        in found["row_sum"]
+    )
+    assert found["row_sum"] in reference_page.entry(Op.ROW_SUM, found)
+    assert dict(reference_page.measured(Results("primitives"))) == {}
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+KINDS = ("ProgramError", "UnknownOperationError", "BackEndError", "CadenzaError")
+# Raised where no case of this page can be: by a fault of ours, or while a graph is captured.
+UNREACHED = {
+    "cadenza/core/vjp.py:_row": "a missing row of a table, which a test demands",
+    "cadenza/backends/triton/executable.py:_choose": "a capture on a GPU",
+    "cadenza/backends/triton/launch.py:__call__": "a capture on a GPU",
+}
+
+
+def raising(path: Path) -> dict[str, range]:
+    """The lines of each place of a file that makes an error, by file and function."""
+    found = {}
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in KINDS:
+            around = [f for f in functions if f.lineno <= node.lineno <= f.end_lineno]
+            name = f"{path.relative_to(ROOT).as_posix()}:{around[-1].name}"
+            found[f"{name}:{node.lineno}"] = range(node.lineno, node.end_lineno + 1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def errors_made():
+    """The page of errors made anew, and the places that made one meanwhile, by file and line."""
+    made = set()
+
+    def noted(kind, *args, **_):
+        frame = sys._getframe(1)
+        made.add((frame.f_code.co_filename, frame.f_lineno))
+        return Exception.__new__(kind, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CadenzaError, "__new__", noted)
+        return PAGES[errors_page.PATH](), made
+
+
+def test_the_page_of_errors_is_as_it_would_be_made(errors_made):
+    assert read(errors_page.PATH) == errors_made[0], WRITE
+
+
+def test_every_error_that_the_compiler_makes_is_on_its_page(errors_made):
+    missing = set()
+    for layer in ("core", "backends", "library"):
+        for path in sorted(ROOT.glob(f"cadenza/{layer}/**/*.py")):
+            lines = {line for file, line in errors_made[1] if file == str(path)}
+            found = raising(path) if path.name != "errors.py" else {}
+            missing |= {place for place, inside in found.items() if not lines & set(inside)}
+    unknown = sorted(place for place in missing if place.rpartition(":")[0] not in UNREACHED)
+    assert not unknown, f"{unknown}: add a case, to a list of errors_page.SECTIONS"
+    assert {place.rpartition(":")[0] for place in missing} == set(UNREACHED)
+
+
+def test_a_case_that_raises_nothing_is_caught():
+    with pytest.raises(AssertionError, match="raises nothing"):
+        errors_page.raised(lambda: None)
+
+
+def test_no_message_shows_a_place_or_an_address():
+    page = read(errors_page.PATH)
+    assert ".py:" not in page
+    assert " at 0x" not in page
+    assert str(ROOT) not in page
+
+
+# --- pictures and figures -------------------------------------------------------------------------
+
+
+def test_pictures_show_what_was_measured():
+    assert shown()
+    known = drawable()
+    for name in shown():
+        picture = (FOLDER / f"{name}.svg").read_bytes()
+        assert figures(picture) == figures(known[name]("svg")), f"{name}: {WRITE}"
+    assert {path.stem for path in FOLDER.iterdir()} == shown()
+
+
+def test_a_picture_holds_its_figures_as_text(tmp_path):
+    (bars, *_) = (path for path in draw(tmp_path) if path.stem.endswith("bars"))
+    picture = bars.read_text(encoding="utf-8")
+    found = figures(picture.encode())
+    for value in (*found["ours"], *found["compile"]):
+        assert f">{value:.2f}</text>" in picture
+    assert bars.read_bytes() == draw(tmp_path)[0].read_bytes()
+
+
+PATTERNS = {
+    "residual + RMSNorm": "residual_rms", "SwiGLU, product saved": "swiglu", "RoPE + scale": "rope",
+    "RMSNorm backward + residual + dγ": "rms_backward", "dW with a row factor": "dw",
+    "SwiGLU backward, activation again": "swiglu_backward", "forward": "forward",
+}  # fmt: skip
+
+
+def figures_of(case: dict) -> dict[str, float]:
+    """What the tables of performance say of a case, by their columns."""
+    ours, compiled, bare = (case[name] for name in ("ours", "compile", "bare"))
+    times = {name: case[name]["us"] for name in ("ours", "compile", "bare")}
+    return times | {"ours / bare": ratio(ours, bare), "compile / ours": ratio(compiled, ours)}
+
+
+def test_the_tables_of_performance_say_what_was_measured():
+    suites = [load(ROOT / "benchmarks" / "results", suite) for suite in ("kernels", "layer")]
+    known = {next(iter(c.values()))["pattern"]: c for suite in suites for c in cases(suite.records)}
+    rows = [row for row in table_rows(read("docs/performance.md")) if "compile / ours" in row]
+    rows = [row for row in rows if "---" not in row["ours"]]
+    assert {next(iter(row.values())) for row in rows} == set(PATTERNS)
+    for row in rows:
+        found = figures_of(known[PATTERNS[next(iter(row.values()))]])
+        for column, value in found.items():
+            digits = len(row[column].partition(".")[2])
+            assert abs(float(row[column]) - value) <= 0.501 * 10**-digits, (row, column, value)

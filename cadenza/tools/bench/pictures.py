@@ -1,11 +1,18 @@
-"""Results as pictures, drawn without a display: bars against the bare products, a roofline."""
+"""Results as pictures, drawn without a display: bars against the bare products, a roofline.
+
+Each is drawn as a PNG or an SVG, and holds the figures that it shows as its description, in JSON.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -23,11 +30,22 @@ DOTS_PER_INCH = 120
 BASES = ("bare", "compile", "eager")  # what bars are against: the first of these that there is
 COLORS = {name: f"C{place}" for place, name in enumerate(VARIANTS)}
 MARKS = {"ours": "o", "compile": "s", "autotune": "D", "bare": "x"}
+LABELLED = 24  # bars that there is room to write a number over
+# Text stays text and names are those of the last drawing, so that a picture changes with its data.
+SVG = {"svg.fonttype": "none", "svg.hashsalt": "cadenza"}
 
 
 def draw_pictures(results: Results, folder: Path) -> list[Path]:
-    """Writes the pictures of a suite's times beside its results; their paths."""
-    made: dict[Path, bytes] = {}
+    """Writes the pictures of a suite's times beside its results, as PNG; their paths."""
+    made = {folder / f"{name}.png": draw("png") for name, draw in drawings(results).items()}
+    for path, content in made.items():
+        write_whole(path, content)
+    return list(made)
+
+
+def drawings(results: Results) -> dict[str, Callable[[str], bytes]]:
+    """The pictures of a suite's times by name: each draws itself, given "png" or "svg"."""
+    found: dict[str, Callable[[str], bytes]] = {}
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in results.records:
         if "us" in record:
@@ -37,31 +55,25 @@ def draw_pictures(results: Results, folder: Path) -> list[Path]:
             f"{results.suite} {device} {dtype} {mode}".lower().replace("/", " ").split()
         )
         title = f"{results.suite}, {dtype}, {mode}, {device}"
-        made[folder / f"{words}-bars.png"] = bars(title, records)
+        found[f"{words}-bars"] = partial(bars, title, records)
         gpu = known_gpu(device)
         if gpu is not None and any(record["flops"] for record in records):
-            made[folder / f"{words}-roofline.png"] = roofline(title, records, gpu)
-    for path, content in made.items():
-        write_whole(path, content)
-    return list(made)
+            found[f"{words}-roofline"] = partial(roofline, title, records, gpu)
+    return found
 
 
-def bars(title: str, records: Sequence[Record]) -> bytes:
-    """The time of each variant of each case over the bare products', as a PNG."""
+def bars(title: str, records: Sequence[Record], form: str = "png") -> bytes:
+    """The time of each variant of each case over the bare products', as a "png" or "svg"."""
     variants = present(records)
     base = next((name for name in BASES if name in variants), variants[0])
-    others = [name for name in variants if name != base]
     rows = list(cases(records))
-    figure = Figure(
-        figsize=(max(8.0, 0.25 * len(rows) * (len(others) + 1)), 5), layout="constrained"
-    )
+    heights = {
+        name: [_over(case, name, base) for case in rows] for name in variants if name != base
+    }
+    count = len(rows) * (len(heights) + 1)
+    figure = Figure(figsize=(max(8.0, 0.25 * count), 5), layout="constrained")
     axes = figure.subplots()
-    width = 0.8 / max(1, len(others))
-    for place, name in enumerate(others):
-        found = [(at, _over(case, name, base)) for at, case in enumerate(rows)]
-        found = [(at + (place + 0.5) * width - 0.4, value) for at, value in found if value]
-        xs, heights = [at for at, _ in found], [value for _, value in found]
-        axes.bar(xs, heights, width, label=name, color=COLORS[name])
+    _draw_bars(axes, heights, labelled=count <= LABELLED)
     axes.axhline(1.0, color="black", linewidth=1, label=base)
     axes.set_xticks(
         range(len(rows)),
@@ -72,7 +84,21 @@ def bars(title: str, records: Sequence[Record]) -> bytes:
     )
     axes.set(title=title, ylabel=f"time over {base}")
     figure.legend(loc="outside right upper")
-    return _png(figure)
+    shown = {"title": title, "over": base, "cases": [_name(case) for case in rows], **heights}
+    return _image(figure, form, shown)
+
+
+def _draw_bars(
+    axes: Axes, heights: Mapping[str, Sequence[float | None]], *, labelled: bool
+) -> None:
+    """Bars of each variant side by side, none where nothing was measured."""
+    width = 0.8 / max(1, len(heights))
+    for place, (name, values) in enumerate(heights.items()):
+        offset = (place + 0.5) * width - 0.4
+        xs = [at + offset for at, value in enumerate(values) if value]
+        drawn = axes.bar(xs, list(filter(None, values)), width, label=name, color=COLORS[name])
+        if labelled:
+            axes.bar_label(drawn, fmt="%.2f", label_type="center", color="white", fontsize="small")
 
 
 def _over(case: Case, name: str, base: str) -> float | None:
@@ -86,15 +112,19 @@ def _name(case: Case) -> str:
     return f"{record['pattern']} {record['size']}"
 
 
-def roofline(title: str, records: Sequence[Record], gpu: Gpu) -> bytes:
-    """What each case reaches against what the GPU sustains and what its data sheet says: a PNG."""
+def roofline(title: str, records: Sequence[Record], gpu: Gpu, form: str = "png") -> bytes:
+    """What each case reaches, against what the GPU sustains and what its data sheet says."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     points = [record for record in records if record["flops"] and record["variant"] in MARKS]
+    shown: dict[str, Any] = {"title": title}
     for name, mark in MARKS.items():
         own = [record for record in points if record["variant"] == name]
         rates = [record["flops"] / record["us"] / 1e6 for record in own]
-        axes.plot([_intensity(r) for r in own], rates, mark, color=COLORS[name], label=name)
+        xs = [_intensity(record) for record in own]
+        if own:
+            axes.plot(xs, rates, mark, color=COLORS[name], label=name)
+            shown[name] = list(zip(xs, rates, strict=True))
     intensities = [_intensity(record) for record in points]
     if intensities:
         dtype = torch_name(records[0]["dtype"])
@@ -103,7 +133,7 @@ def roofline(title: str, records: Sequence[Record], gpu: Gpu) -> bytes:
     for formatted in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         formatted("{x:g}")
     figure.legend(loc="outside right upper")
-    return _png(figure)
+    return _image(figure, form, shown)
 
 
 def _intensity(record: Record) -> float:
@@ -123,8 +153,11 @@ def _draw_roofs(axes: Axes, span: tuple[float, float], gpu: Gpu, dtype: str) -> 
         axes.plot(xs, ys, style, color="grey", label=f"{gpu.name}, {name}")
 
 
-def _png(figure: Figure) -> bytes:
+def _image(figure: Figure, form: str, shown: Mapping[str, Any]) -> bytes:
     FigureCanvasAgg(figure)
     content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=DOTS_PER_INCH)
+    about = {"Description": json.dumps(shown, ensure_ascii=False)}
+    dated = {"Date": None} if form == "svg" else {}  # without one the same data draws the same
+    with matplotlib.rc_context(SVG):
+        figure.savefig(content, format=form, dpi=DOTS_PER_INCH, metadata={**about, **dated})
     return content.getvalue()
