@@ -11,19 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cadenza.core import lang
+    from cadenza.integrations.hf import accelerate, revert
     from cadenza.library import models, nn, ops
     from cadenza.library.function import block, epilogue
 
 __version__ = "0.1.0"
-__all__ = ["block", "epilogue", "lang", "models", "nn", "ops"]
+__all__ = ["accelerate", "block", "epilogue", "lang", "models", "nn", "ops", "revert"]
 
 _HOME = {
+    "accelerate": "cadenza.integrations.hf",
     "block": "cadenza.library.function",
     "epilogue": "cadenza.library.function",
     "lang": "cadenza.core",
     "models": "cadenza.library",
     "nn": "cadenza.library",
     "ops": "cadenza.library",
+    "revert": "cadenza.integrations.hf",
 }
 
 

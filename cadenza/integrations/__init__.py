@@ -1,0 +1,1 @@
+"""What ties Cadenza to other libraries; none of them is needed to import this."""

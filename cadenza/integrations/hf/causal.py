@@ -1,0 +1,93 @@
+"""Sparing a plain causal batch the masked attention path.
+
+Without padding, positions of its own or a filled cache, a mask says no more than `is_causal` does,
+which is what PyTorch's fastest kernels need. Models drop such a mask themselves in eager mode, not
+where they are compiled, and some of them never. It is dropped before a layer is called, so what
+checkpointing calls again gets the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from cadenza.integrations.hf.plan import Plan, is_given, module_at
+from cadenza.integrations.hf.replace import PLAN, Forward
+from cadenza.integrations.hf.standin import StandIn
+
+# What makes a batch other than plain, where it is given.
+SPECIAL = (
+    "attention_mask", "position_ids", "past_key_values", "past_key_value", "cache",
+    "encoder_hidden_states", "token_type_ids", "output_attentions", "output_hidden_states",
+)  # fmt: skip
+MASK = "attention_mask"
+
+
+@dataclass(frozen=True)
+class StackPlan:
+    """Of a model's stack of layers: its name there, the names of the arguments, its windows."""
+
+    layers: str
+    parameters: tuple[str, ...]
+
+
+def stack_forward(stock: Any) -> Forward:
+    """The forward of models of a class that hold a list of layers."""
+
+    @functools.wraps(stock.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plan = self.__dict__.get(PLAN)
+        if plan is None or not _is_plain(self, plan, args, kwargs):
+            return stock.forward(self, *args, **kwargs)
+        layers = [_Unmasked(layer) for layer in getattr(self, plan.layers)]
+        return stock.forward(StandIn(self, **{plan.layers: layers}), *args, **kwargs)
+
+    return forward
+
+
+def _is_plain(model: Any, plan: StackPlan, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is of whole sequences, one a row, that nobody asks for attention weights."""
+    given = {**dict(zip(plan.parameters, args, strict=False)), **kwargs}
+    if any(is_given(given.get(name)) for name in SPECIAL):
+        return False
+    config = model.config
+    asked = ("output_attentions", "output_hidden_states")
+    return config._attn_implementation == "sdpa" and not any(
+        getattr(config, name, False) for name in asked
+    )
+
+
+class _Unmasked(StandIn):
+    """A layer that is called without its mask, where the mask says no more than causal."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer = self.stands_for
+        plan = layer.__dict__.get(PLAN)
+        if plan is None or not _is_only_causal(layer, plan, _stream(args, kwargs).shape[1]):
+            return layer(*args, **kwargs)
+        place = plan.parameters.index(MASK)
+        if place < len(args):
+            args = (*args[:place], None, *args[place + 1 :])
+        elif MASK in kwargs:
+            kwargs = {**kwargs, MASK: None}
+        return layer(*args, **kwargs)
+
+
+def _stream(args: Any, kwargs: Mapping[str, Any]) -> Any:
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def _is_only_causal(layer: nn.Module, plan: Plan, length: int) -> bool:
+    """Whether a layer's attention sees all tokens before each one, in rows of this length."""
+    attention = module_at(layer, plan.form.attention)
+    windows = [
+        getattr(owner, "sliding_window", None)
+        for owner in (attention, layer, getattr(attention, "config", None))
+    ]
+    return bool(getattr(attention, "is_causal", False)) and all(
+        window is None or length <= window for window in windows
+    )

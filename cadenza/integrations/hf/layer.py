@@ -1,0 +1,88 @@
+"""The forward of an accelerated decoder layer: programs where they serve, else its own code."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cadenza.integrations.hf.plan import (
+    PARTS,
+    Plan,
+    blocked,
+    is_given,
+    module_at,
+    usable,
+    warn_once,
+)
+from cadenza.integrations.hf.replace import PLAN, TOLD, Forward
+from cadenza.integrations.hf.run import Run
+from cadenza.integrations.hf.weights import LayerWeights
+from cadenza.library.autocast import autocast_dtype
+
+# Below this many rows (tokens of all sequences together) a call takes the model's own path:
+# decoding a few rows is bound by reading weights and by launches, where a program gains nothing.
+# To be measured on each device; 64 is the smallest tile of a program's product.
+ROWS = 64
+# What makes a layer do what no program does, where it is given and true.
+OTHERWISE = ("output_attentions", "encoder_hidden_states")
+
+
+def layer_forward(stock: Any) -> Forward:
+    """The forward of accelerated layers of a class."""
+
+    @functools.wraps(stock.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plan = self.__dict__.get(PLAN)
+        parts = frozenset() if plan is None else serving(self, plan, args, kwargs)
+        if not parts:
+            return stock.forward(self, *args, **kwargs)
+        return Run(self, plan, parts, LayerWeights(self))(*args, **kwargs)
+
+    return forward
+
+
+def serving(
+    layer: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> frozenset[str]:
+    """The parts of this call that programs do."""
+    given = plan.given(args, kwargs)
+    x = given["hidden_states"]
+    if not is_served(x) or any(is_given(given.get(name)) for name in OTHERWISE):
+        return frozenset()
+    if torch.nn.modules.module._has_any_global_hook():  # somebody watches every module
+        return frozenset()
+    config = getattr(module_at(layer, plan.form.attention), "config", None)
+    if getattr(config, "output_attentions", False):
+        return frozenset()
+    parts = usable(layer, plan)
+    if len(parts) < len(PARTS) and not torch.compiler.is_compiling():
+        _tell(layer, plan, parts)
+    return parts if parts and _fits(layer, plan, parts, x) else frozenset()
+
+
+def _tell(layer: nn.Module, plan: Plan, parts: frozenset[str]) -> None:
+    """Warns of what stands in the way, once for a layer as long as it is the same."""
+    if layer.__dict__.get(TOLD) != parts:
+        layer.__dict__[TOLD] = parts
+        warn_once(f"{path} {reason}" for path, reason in blocked(layer, plan).items())
+
+
+def is_served(x: Tensor) -> bool:
+    """Whether an input has enough rows, and nobody is tracing for another use than running."""
+    # Not `torch.compiler.is_exporting()`, which some releases take for true in all they compile.
+    if getattr(torch.compiler, "_is_exporting_flag", False) or torch.jit.is_tracing():
+        return False
+    return x.numel() >= ROWS * x.shape[-1]
+
+
+def _fits(layer: nn.Module, plan: Plan, parts: frozenset[str], x: Tensor) -> bool:
+    """Whether the stream and the weights have one dtype, or autocast makes it one."""
+    if autocast_dtype(x) is not None:
+        return True
+    modules = (module_at(layer, path) for part in parts for path, _ in plan.wanted[part])
+    weights = (module._parameters.get("weight") for module in modules)
+    return all(weight is None or weight.dtype == x.dtype for weight in weights)

@@ -1,0 +1,33 @@
+"""The forward of an accelerated norm that stands between layers: the last one of a model."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from cadenza.integrations.hf.layer import is_served
+from cadenza.integrations.hf.plan import is_plain
+from cadenza.integrations.hf.replace import PLAN, Forward
+from cadenza.library import programs
+
+
+def norm_forward(stock: Any) -> Forward:
+    """The forward of accelerated norms of a class."""
+
+    @functools.wraps(stock.forward)
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        kind = self.__dict__.get(PLAN)
+        if kind is None or not is_served(hidden_states) or not _fits(self, hidden_states):
+            return stock.forward(self, hidden_states)
+        return programs.norm(
+            hidden_states, self.weight, getattr(self, "bias", None), kind=kind.kind,
+            offset=kind.offset, eps=kind.eps,
+        )  # fmt: skip
+
+    return forward
+
+
+def _fits(norm: Any, x: Tensor) -> bool:
+    return is_plain(norm.weight) and norm.weight.dtype == x.dtype

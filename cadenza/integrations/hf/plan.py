@@ -1,0 +1,172 @@
+"""What is known of a decoder layer once it is recognised, and which of its parts are usable now.
+
+A plan holds names and numbers, no module and no tensor: a layer can be copied, moved, wrapped and
+given new weights, and its plan stays true.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cadenza.integrations.hf.forms import Form
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Whose hooks stay on a model once it was asked for attention or hidden states.
+RECORDERS = "transformers.utils.output_capturing"
+
+
+class NormKind(NamedTuple):
+    """A norm as programs know it: "rms" or "layer", the number added to its weights, eps."""
+
+    kind: str
+    offset: float
+    eps: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layer of one form: its sizes, its norms, its activation, and the types of its parts.
+
+    `attend` is the attention's own forward of heads that are rotated already; `parameters` are the
+    names of the layer's arguments in order; `types` are the types of its parts by path: what else
+    stands there now is left alone. `wanted` has them by the part that they are needed for.
+    """
+
+    wanted: ClassVar[dict[str, tuple[tuple[str, type | None], ...]]]
+
+    form: Form
+    head_dim: int
+    heads: int
+    key_value_heads: int
+    norm: NormKind
+    activation: str
+    head_norms: tuple[str, ...]
+    attend: Callable[..., Any] | None
+    parameters: tuple[str, ...]
+    types: tuple[tuple[str, type], ...]
+
+    def __post_init__(self) -> None:
+        known = dict(self.types)
+        wanted = {
+            part: tuple((path, known.get(path)) for path in paths)
+            for part, paths in _paths(self.form, self.head_norms).items()
+        }
+        object.__setattr__(self, "wanted", wanted)
+
+    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """A call's arguments by name."""
+        return {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+
+
+def _paths(form: Form, head_norms: tuple[str, ...]) -> dict[str, list[str]]:
+    """The paths of the modules that each part does the work of, or takes from within."""
+    paths = {
+        "queries": (form.attention, form.before_attention, *form.projections, *head_norms),
+        "output": (form.attention, form.after_attention, form.output, *form.dropouts[:1]),
+        "feed_forward": (
+            form.feed_forward, form.before_feed_forward, *form.up, form.activation, form.down,
+            form.after_feed_forward, *form.dropouts[1:],
+        ),
+    }  # fmt: skip
+    return {part: [path for path in found if path] for part, found in paths.items()}
+
+
+PARTS = ("queries", "output", "feed_forward")
+
+
+def usable(layer: nn.Module, plan: Plan) -> frozenset[str]:
+    """The parts of a layer that a program may do the work of, as its modules are now."""
+    return frozenset(part for part in PARTS if not blocked(layer, plan, part))
+
+
+def blocked(layer: nn.Module, plan: Plan, *parts: str) -> dict[str, str]:
+    """Why parts of a layer are left alone, by the path of the module that stands in the way."""
+    found = {}
+    for part in parts or PARTS:
+        for path, kind in plan.wanted[part]:
+            reason = unusable(module_at(layer, path), kind)
+            if reason is not None:
+                found[path] = reason
+    return found
+
+
+def module_at(module: Any, path: str) -> Any:
+    """The submodule at a path, which is there; faster than `get_submodule`."""
+    for name in path.split("."):
+        module = module._modules[name]
+    return module
+
+
+def unusable(module: nn.Module, known: type | None) -> str | None:
+    """Why nothing else may do this module's work, None if it may.
+
+    It does what its class says, and nobody watches: no hooks, no other forward, its known class,
+    and its parameters are plain tensors of floating point.
+    """
+    kind = type(module)
+    if kind is not known:
+        return f"is a {kind.__module__}.{kind.__qualname__}"
+    if "forward" in module.__dict__:
+        return "has a forward of its own"
+    if is_hooked(module):
+        return "has hooks"
+    for name, parameter in module._parameters.items():
+        if parameter is not None and not is_plain(parameter):
+            shard = ": accelerate before it is sharded" if is_shard(parameter) else ""
+            return f"has a {name} that is a {type(parameter).__name__} of {parameter.dtype}{shard}"
+    return None
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody watches a module's calls."""
+    for name in HOOKS:
+        hooks = getattr(module, name)
+        if hooks and not all(map(_is_idle, hooks.values())):
+            return True
+    return False
+
+
+def _is_idle(hook: Any) -> bool:
+    """Whether a hook is one by which a model records attention, and that is not asked for."""
+    if getattr(hook, "__module__", None) != RECORDERS:
+        return False
+    recorded = getattr(sys.modules[RECORDERS], "_active_collector", None)
+    wanted = recorded.get() if recorded is not None else {"attentions": ()}
+    return not any("attentions" in name for name in wanted or ())
+
+
+def is_plain(parameter: Tensor) -> bool:
+    """Whether a parameter is a tensor that programs know."""
+    return type(parameter) in (Tensor, nn.Parameter) and parameter.dtype in FLOATS
+
+
+def is_shard(parameter: Tensor) -> bool:
+    """Whether a parameter is spread over several devices."""
+    return hasattr(parameter, "device_mesh")
+
+
+def is_given(value: Any) -> bool:
+    """Whether an argument, which may be a tensor, asks for something."""
+    return value is not None and value is not False
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+_TOLD: set[str] = set()
+
+
+def warn_once(reasons: Iterable[str]) -> None:
+    """One warning for all reasons, of those that this process has not heard yet."""
+    new = sorted({*reasons} - _TOLD)
+    _TOLD.update(new)
+    if new:
+        warnings.warn(
+            f"cz.accelerate leaves to the model's own code: {'; '.join(new)}", stacklevel=3
+        )

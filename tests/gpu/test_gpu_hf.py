@@ -1,0 +1,110 @@
+"""Accelerated models of Hugging Face on a GPU, beside their untouched twins."""
+
+import copy
+
+import pytest
+import torch
+from calls import BRAIN, SINGLE, check_same, launches
+from hf_models import assert_as_good, batch, each_family, outcome, pair, wider
+
+import cadenza as cz
+from cadenza.integrations.hf.weights import joined
+
+pytestmark = pytest.mark.gpu
+LENGTH = 129
+
+
+def accelerated_pair(place, family, dtype, **changes):
+    """A model on the device and its twin; tiny where kernels are interpreted."""
+    changes = {**({} if place.interpreted else wider(family)), **changes}
+    model, twin = (one.to(place.device) for one in pair(family, dtype, **changes))
+    cz.accelerate(model)
+    return model, twin
+
+
+@pytest.mark.interpreted
+@each_family
+@pytest.mark.parametrize("dtype", [BRAIN, SINGLE], ids=str)
+def test_families_are_as_good_as_their_twins(family, dtype, place):
+    place.allows(dtype)
+    model, twin = accelerated_pair(place, family, dtype)
+    given = batch(2, 40 if place.interpreted else LENGTH, place.device)
+    exact = outcome(copy.deepcopy(twin).double(), **given)
+    with launches() as made:
+        ours = outcome(model, **given)
+    assert len(made), "nothing ran by Triton"
+    assert_as_good(ours, outcome(twin, **given), exact, dtype)
+
+
+@each_family
+def test_autocast_is_as_good_as_the_twins(family, place):
+    model, twin = accelerated_pair(place, family, SINGLE)
+    given = batch(2, LENGTH, place.device)
+    exact = outcome(copy.deepcopy(twin).double(), **given)
+    with torch.autocast("cuda", BRAIN):
+        ours, stock = outcome(model, **given), outcome(twin, **given)
+    assert_as_good(ours, stock, exact, BRAIN)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
+def test_checkpointing_changes_no_bit(reentrant, place):
+    model, _ = accelerated_pair(place, "llama", BRAIN)
+    given = batch(2, LENGTH, place.device)
+    plain = outcome(model, **given)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    check_same(outcome(model, **given), plain, "checkpointed")
+
+
+@each_family
+def test_compiled_in_one_graph(family, place):
+    model, twin = accelerated_pair(place, family, BRAIN)
+    given = {"input_ids": batch(2, LENGTH, place.device)["input_ids"]}
+    exact = {"logits": copy.deepcopy(twin).double()(**given).logits}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    with launches() as made:
+        ours = {"logits": compiled(**given).logits}
+    assert len(made), "nothing ran by Triton"
+    assert_as_good(ours, {"logits": twin(**given).logits}, exact, BRAIN)
+
+
+def test_generation_takes_the_path_of_the_twin(place):
+    model, twin = accelerated_pair(place, "llama", SINGLE)
+    prompt = batch(1, 20, place.device)["input_ids"]
+    options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    with launches() as made:
+        found = model.eval().generate(prompt, **options)
+    assert not len(made)
+    assert torch.equal(found, twin.eval().generate(prompt, **options))
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("logits", [True, False])
+def test_a_step_needs_no_more_memory_than_the_twins(logits, place):
+    sizes = {"vocab_size": 32000, "num_hidden_layers": 4, "hidden_size": 1024}
+    model, twin = accelerated_pair(
+        place, "llama", BRAIN, **sizes, intermediate_size=2816, head_dim=128
+    )
+    cz.accelerate(model, logits=logits)
+    given, peaks = batch(4, 1024, place.device), []
+    for one in (model, twin):
+        for _ in range(2):
+            one.zero_grad(set_to_none=True)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            one(**given).loss.backward()
+            peak = torch.cuda.max_memory_allocated() - before
+        peaks.append(peak)
+    assert peaks[0] <= peaks[1]
+
+
+def test_weights_of_one_product_are_not_copied(place):
+    model, _ = accelerated_pair(place, "llama", BRAIN)
+    layer = model.model.layers[0]
+    before = torch.cuda.memory_allocated()
+
+    whole = joined([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
+    assert torch.cuda.memory_allocated() == before
+    assert whole.data_ptr() == layer.mlp.gate_proj.weight.data_ptr()
