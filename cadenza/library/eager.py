@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from cadenza.core.ops import M
 from cadenza.library.autocast import autocast_dtype, without_autocast
@@ -31,6 +32,7 @@ def watched() -> bool:
     """Whether torch looks at operations, or transforms what is called."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
+        or forward_ad._current_level >= 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._autograd._profiler_enabled()
         or torch._C._get_tracing_state() is not None
@@ -49,6 +51,8 @@ def kind_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] |
             )
         elif isinstance(value, Tensor):
             return None
+        elif isinstance(value, float) and not abs(value) > 0:
+            found.append((float, repr(value)))  # 0.0 equals -0.0, and NaN not even itself
         else:
             found.append((type(value), value))
     if first is None or first.is_meta:
@@ -209,6 +213,7 @@ class _Run(torch.autograd.Function):
         specialization = prepared.specialization
         if torch.is_grad_enabled():  # using a gradient further must meet the error
             adjoints = [a if a.requires_grad else a.detach().requires_grad_() for a in adjoints]
+        if torch.is_grad_enabled() or watched():
             results = torch.ops.cadenza.run_backward(
                 specialization.digest, values, adjoints, prepared.rows
             )
