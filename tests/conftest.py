@@ -1,7 +1,8 @@
 """What every test runs under: one seed, one thread a worker, and the number of random examples.
 
-Property tests take their number of examples from the profile: 500, or 5000 with `--long`. A test
-that needs fewer says so itself, with `@settings`, and is then not lengthened by `--long`.
+Property tests take their number of examples from the profile: 500, 100 in the quick tier, or 5000
+with `--long`. A test that needs fewer says so itself, with `@settings`, and is then not lengthened
+by `--long`.
 """
 
 import os
@@ -53,6 +54,8 @@ COMMON = settings(
 )
 settings.register_profile("cadenza", parent=COMMON, max_examples=500)
 settings.register_profile("cadenza-long", parent=COMMON, max_examples=5000)
+settings.register_profile("cadenza-quick", parent=COMMON, max_examples=100)
+QUICK = "not slow"  # what `make quick` selects
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,8 +66,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses the profile, unless `--hypothesis-profile` did."""
-    if not config.getoption("--hypothesis-profile"):
-        settings.load_profile("cadenza-long" if config.getoption("--long") else "cadenza")
+    if config.getoption("--hypothesis-profile"):
+        return
+    quick = "-quick" if config.getoption("markexpr") == QUICK else ""
+    settings.load_profile(f"cadenza{'-long' if config.getoption('--long') else quick}")
 
 
 @pytest.hookimpl(trylast=True)

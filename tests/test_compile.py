@@ -216,6 +216,7 @@ def scaled(x, factor=1.0, offset=0, kind="silu", double=False, nothing=None):
     ],
     ids=lambda v: v if isinstance(v, str) else None,
 )
+@pytest.mark.slow
 def test_another_constant_is_compiled_and_right(name, choices):
     def function(operands, constant):
         return scaled(operands["x"], **{name: constant})

@@ -147,6 +147,7 @@ def test_autocast_trains_float32_weights():
     assert {gradient.dtype for gradient in actual.values()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_torch_compile_whole_model_without_graph_breaks():
     ours, _ = twins(dtype=torch.float32)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")

@@ -55,10 +55,14 @@ def test_what_does_not_fit_raises_with_the_cure(options, found, cure, lean):
 
 
 TARGETS = {
-    "numbers": (lambda t: t.float(), "target of torch.float32, [13]", "target.long()"),
-    "probabilities": (lambda t: torch.rand(13, 9), "probabilities", "F.cross_entropy(F.linear"),
-    "int32": (lambda t: t.int(), "target of torch.int32", "target.long()"),
-    "another shape": (lambda t: t[1:], "target [12]", "target [...]"),
+    "numbers": (lambda target: target.float(), "target of torch.float32, [13]", "target.long()"),
+    "probabilities": (
+        lambda target: torch.rand(13, 9),
+        "probabilities",
+        "F.cross_entropy(F.linear",
+    ),
+    "int32": (lambda target: target.int(), "target of torch.int32", "target.long()"),
+    "another shape": (lambda target: target[1:], "target [12]", "target [...]"),
 }
 
 

@@ -10,6 +10,8 @@ from cadenza.tools import compare, contender, whole
 from cadenza.tools.contender import Request
 from cadenza.tools.trainer import MemoryFault
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):

@@ -140,6 +140,7 @@ def losses(trainer, steps=4):
 
 
 @pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.slow
 def test_a_step_in_parts_is_the_step(start, parts):
     exact = {"dtype": "float64", "learning_rate": 0.01}
     one, several = trainer_of(start, **exact), trainer_of(start, **exact, accumulate=parts)
@@ -198,6 +199,7 @@ def test_narrow_weights_are_narrow_all_over(start):
 # Going on
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_unbroken_one_without_its_start(start, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "VALIDATE_EVERY", 4)
     monkeypatch.setattr(corpus, "VALIDATION_WINDOWS", 4)

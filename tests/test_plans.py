@@ -189,6 +189,7 @@ def check_plan(plan: PlanText, names: dict) -> None:
 
 @settings(max_examples=40)
 @given(block_recipes())
+@pytest.mark.slow
 def test_what_is_printed_of_any_block_is_defined_and_has_its_reasons(recipe):
     needed = [name for name in recipe.operands if name != "t"]
     pair = compile_program(recipe.function(), recipe.signature("bfloat16"), needed=needed)

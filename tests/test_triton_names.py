@@ -29,6 +29,7 @@ def block(x, w, r, b):
 
 
 @pytest.mark.parametrize("names", NAMES, ids="-".join)
+@pytest.mark.slow
 def test_names_clash_with_nothing(names):
     shapes = [("M", WIDTH), (2 * WIDTH, WIDTH), ("M", 1), (1, WIDTH)]
     operands = tuple(Operand(n, *s, "float32") for n, s in zip(names, shapes, strict=True))

@@ -168,6 +168,7 @@ def test_what_no_template_makes_is_logged_with_its_reason(caplog):
     assert caplog.messages == [f"program: a ReferenceKernel: {reason}"]
 
 
+@pytest.mark.slow
 def test_the_log_is_said_where_the_environment_asks_for_it():
     code = "import logging, cadenza.backends; logging.getLogger('cadenza').info('heard')"
     said = [

@@ -91,6 +91,7 @@ def test_blocks_agree_in_float32(name, even):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.slow
 def test_blocks_agree_in_half_precision(name, dtype):
     for trial in block_trials(name, 37, dtype):
         check(trial, cut=configured(BM=64, BN=64, parts=2))
@@ -107,6 +108,7 @@ def test_blocks_agree_however_they_are_cut(name, cut):
 
 @pytest.mark.parametrize(("rows", "place"), [(1, spread), (16, turned), (65, padded)])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "lm-head"])
+@pytest.mark.slow
 def test_blocks_of_other_heights_and_layouts(name, rows, place):
     for trial in block_trials(name, rows):
         check(trial, place=place)
@@ -118,6 +120,7 @@ def test_blocks_without_a_row(name):
         check(trial)
 
 
+@pytest.mark.slow
 def test_two_runs_are_the_same_bit_by_bit():
     for trial in block_trials("qwen3", 37, torch.float16, even=True):
         first, second = (outcome(trial, CUTS[1]).outputs for _ in range(2))

@@ -26,6 +26,8 @@ from cadenza.library.blocks import BUILT_IN
 
 HOPPER = Target.named("sm_90")
 TESTS = Path(__file__).parent
+QUICK = ("llama-mlp", "lm-head")
+SOME_SLOW = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in BUILT_IN]
 
 
 class Properties:
@@ -68,7 +70,7 @@ def plans(name, dtype="bfloat16"):
 # --- contests -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", SOME_SLOW)
 def test_every_large_product_of_a_block_competes(name):
     for plan, text in plans(name):
         found = contests.contests_of(plan, text, settled(plan), False)

@@ -92,10 +92,27 @@ class Executable:
 
         Those at the positions `into` are written there instead, over an input that is added to.
         """
+        if 0 in [tensor.data_ptr() for tensor in tensors]:
+            self._check_memory(tensors)
         if self.backend == "reference" or not self._by_triton(tensors[0]):
             return put(self.reference(tensors, rows), into)
         found: list[Tensor] = self.triton(tensors, rows, into)
         return found
+
+    def _check_memory(self, tensors: Sequence[Tensor]) -> None:
+        """Raises BackEndError for a tensor whose memory is gone: a kernel would read anything."""
+        for node, tensor in zip(self.plan.graph.inputs, tensors, strict=True):
+            if tensor.numel() and not tensor.data_ptr():
+                raise BackEndError(
+                    explanation(
+                        f"operand {node.attributes['name']} has no memory",
+                        f"{list(tensor.shape)} over a storage that was freed, as of a weight that "
+                        "is sharded outside of its module's forward",
+                        "a tensor that holds its numbers",
+                        "use each weight in the forward of the module that is sharded with it",
+                        author_line(),
+                    )
+                )
 
     def _by_triton(self, tensor: Tensor) -> bool:
         if self.backend == "triton":

@@ -13,6 +13,7 @@ from cadenza.core.storage import dtypes_of, is_found_rounded
 
 LEAVES = (Op.INPUT, Op.CONSTANT, Op.COLUMN_INDEX, Op.ROW_INDEX)
 LARGEST = (Op.ROW_MAX, Op.COLUMN_MAX, Op.GROUP_MAX)
+EXACT = (Op.ABS, Op.NEG, Op.SPLIT, Op.COLUMNS, Op.REPEAT, Op.TILE)  # before or after rounding
 
 
 def new_input(like: Node, name: str, dtype: str) -> Node:
@@ -55,7 +56,8 @@ def save(graph: Graph, joint: Graph, adjoints: set[Node]) -> list[Node]:
     """
     forward, outputs = set(graph.nodes()), {*graph.outputs, *parts(graph.outputs)}
     stored = dtypes_of(graph)
-    searched = {n.inputs[0] for n in forward if n.op in LARGEST and is_found_rounded(n.inputs[0])}
+    searched = {_unmoved(n.inputs[0]) for n in forward if n.op in LARGEST}
+    searched = {node for node in searched if is_found_rounded(node)}
 
     def weight(node: Node) -> float:
         if node.op in LEAVES or node in outputs:
@@ -73,6 +75,13 @@ def save(graph: Graph, joint: Graph, adjoints: set[Node]) -> list[Node]:
 
     roots = _forward_roots(joint, adjoints)
     return [node for node in minimum_cut(roots, weight, sources) if weight(node) > 0]
+
+
+def _unmoved(node: Node) -> Node:
+    """What a value is made of by operations that rounding does not see."""
+    while node.op in EXACT:
+        node = node.inputs[0]
+    return node
 
 
 def _forward_roots(joint: Graph, adjoints: set[Node]) -> list[Node]:

@@ -42,6 +42,16 @@ def storage_dtype(node: Node) -> str:
     return storage_dtypes(nodes, statistic)[node]
 
 
+def is_found_rounded(node: Node) -> bool:
+    """Whether a matrix comes back rounded in backward: of a product, and stored narrower."""
+    nodes = topological([node])
+    statistic = widest_statistic(n for n in nodes if n.op is Op.INPUT)
+    by_product = any(n.op is Op.MATMUL for n in nodes)
+    return (
+        node.type.is_matrix and by_product and storage_dtypes(nodes, statistic)[node] != statistic
+    )
+
+
 def storage_dtypes(nodes: Iterable[Node], statistic: str) -> dict[Node, str]:
     """The dtype of each value where it is stored, for nodes in topological order.
 

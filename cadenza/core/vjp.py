@@ -19,16 +19,16 @@ from cadenza.core.errors import CadenzaError
 from cadenza.core.euler import euler_adjoint, is_positive_column
 from cadenza.core.ir import Node, topological
 from cadenza.core.ops import REAL, Op, Type
-from cadenza.core.storage import storage_dtype
+from cadenza.core.storage import is_found_rounded, storage_dtype
 
 Value = Any  # a Node, in the language of values
 Contributions = dict[Node, list[tuple[Node, Type]]]
 Row = tuple[Callable[..., Value] | None, ...]
 
 
-def _halved(wins: Node, ties: Node) -> Value:
-    """1 where one argument wins, a half at a tie, else 0."""
-    return L.where(wins, 1.0, L.where(ties, 0.5, 0.0))
+def _shared(g: Node, wins: Node, ties: Node) -> Value:
+    """g where one argument wins, half of it at a tie, else 0, also of an infinite g."""
+    return L.where(wins, g, L.where(ties, 0.5 * g, 0.0))
 
 
 def _sign(x: Node) -> Value:
@@ -41,16 +41,30 @@ def _first(x: Node, top: Node, index: Node, least: Callable[[Node], Node]) -> Va
     return L.where(index == least(here), 1.0, 0.0)
 
 
+def _as_stored(x: Node, y: Node) -> tuple[Node, Node]:
+    """x and its largest y as backward finds them again: rounded, where forward stores x so.
+
+    Rounding is monotone: what was largest still is.
+    """
+    if not is_found_rounded(x):
+        return x, y
+    dtype = storage_dtype(x)
+    return L.cast(x, dtype), L.cast(y, dtype)
+
+
 def _first_in_row(x: Node, y: Node) -> Value:
+    x, y = _as_stored(x, y)
     return _first(x, y, L.column_index(x), lambda v: -L.row_max(-v))
 
 
 def _first_in_column(x: Node, y: Node) -> Value:
+    x, y = _as_stored(x, y)
     return _first(x, y, L.row_index(x), lambda v: -L.column_max(-v))
 
 
 def _first_in_group(x: Node, y: Node) -> Value:
     size = y.attributes["size"]
+    x, y = _as_stored(x, y)
 
     def least(v: Value) -> Value:
         return L.repeat(-L.group_max(-v, size), size)
@@ -137,12 +151,12 @@ DERIVATIVES: dict[Op, Row] = {
     Op.POWER: (_power,),
     Op.ABS: (lambda g, y, x: g * _sign(x),),
     Op.MAXIMUM: (
-        lambda g, y, a, b: g * _halved(a > b, a == b),
-        lambda g, y, a, b: g * _halved(b > a, a == b),
+        lambda g, y, a, b: _shared(g, a > b, a == b),
+        lambda g, y, a, b: _shared(g, b > a, a == b),
     ),
     Op.MINIMUM: (
-        lambda g, y, a, b: g * _halved(a < b, a == b),
-        lambda g, y, a, b: g * _halved(b < a, a == b),
+        lambda g, y, a, b: _shared(g, a < b, a == b),
+        lambda g, y, a, b: _shared(g, b < a, a == b),
     ),
     Op.EXP: (lambda g, y, x: g * y,),
     Op.LOG: (lambda g, y, x: g / x,),
@@ -170,7 +184,7 @@ DERIVATIVES: dict[Op, Row] = {
     Op.ROW_SUM: (lambda g, y, x: g,),
     Op.ROW_MAX: (lambda g, y, x: g * _first_in_row(x, y),),
     Op.ROW_VARIANCE: (lambda g, y, x: g * (2.0 / int(x.type.columns) * (x - L.row_mean(x))),),
-    Op.LOGSUMEXP: (lambda g, y, x, s: g * L.exp(x - (y + s)), lambda g, y, x, s: -g),
+    Op.LOGSUMEXP: (lambda g, y, x, s: g * L.exp((x - s) - y), lambda g, y, x, s: -g),
     Op.COLUMN_SUM: (lambda g, y, x: g,),
     Op.COLUMN_MAX: (lambda g, y, x: g * _first_in_column(x, y),),
     Op.GROUP_SUM: (lambda g, y, x: L.repeat(g, y.attributes["size"]),),

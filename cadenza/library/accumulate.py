@@ -13,6 +13,7 @@ from cadenza.backends import chosen
 from cadenza.core import lang as L
 from cadenza.core.errors import ProgramError
 from cadenza.library.function import block
+from cadenza.library.operands import check_plain
 from cadenza.library.specialize import Call
 
 
@@ -67,6 +68,7 @@ def _(gradient: Tensor, x: Tensor, dy: Tensor) -> None:
 
 
 def _check(gradient: Tensor, x: Tensor, dy: Tensor) -> None:
+    _check_places(gradient, x, dy)
     shape = [dy.shape[-1], x.shape[-1]] if min(x.dim(), dy.dim()) else []
     if list(gradient.shape) != shape or x.shape[:-1] != dy.shape[:-1]:
         raise ProgramError(
@@ -89,3 +91,16 @@ def _check(gradient: Tensor, x: Tensor, dy: Tensor) -> None:
             expected="a tensor of its own, as weight.grad is",
             write="gradient.detach(), or weight.grad",
         )
+
+
+def _check_places(*tensors: Tensor) -> None:
+    names = ("gradient", "x", "dy")
+    check_plain(names, tensors, "gradient + dy.T @ x")
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.device != tensors[0].device:
+            raise ProgramError(
+                "accumulate_weight_gradient",
+                found=f"gradient on {tensors[0].device}, {name} on {tensor.device}",
+                expected="one device",
+                write=f"{name}.to(gradient.device)",
+            )

@@ -24,7 +24,7 @@ from cadenza.core.trace import location
 from cadenza.library.autocast import autocast_dtype
 from cadenza.library.eager import Calls, Prepared, kind_of, watched
 from cadenza.library.identity import CONSTANTS, register
-from cadenza.library.operands import as_matrix, checked_shapes, declared_dtypes
+from cadenza.library.operands import as_matrix, check_plain, checked_shapes, declared_dtypes
 from cadenza.library.operator import PROGRAMS, find
 from cadenza.library.specialize import Call, Specialization, Specializations
 
@@ -93,6 +93,7 @@ class Program:
         """The call as an operation of torch's dispatcher."""
         backend = kwargs.pop("backend", None) if "backend" not in self.parameters else None
         names, tensors, constants = self._sorted(self._bound(args, kwargs))
+        check_plain(names, tensors, f"{self.__name__}.plain(...)")
         text = _encode(names, constants, autocast_dtype(tensors[0]), backend)
         needed, content = _needed(tensors), ""
         if torch.compiler.is_dynamo_compiling():

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from cadenza.core.errors import ProgramError
+from cadenza.library.operands import check_plain
 
 Tensor = torch.Tensor
+STOCK = "F.cross_entropy(F.linear(x, w), target)"
 REDUCTIONS = ("mean", "sum", "none")
 OPTIONAL = {
     "bias": "bias [V]",
@@ -94,6 +96,8 @@ def check_tensors(x: Tensor, w: Tensor, target: Tensor, optional: Mapping[str, A
         )
     shapes = {"bias": w.shape[:1], "weight": w.shape[:1], "token_weights": target.shape}
     given = {name: value for name, value in optional.items() if value is not None}
+    operands = {"x": x, "w": w, "target": target, **given}
+    check_plain(tuple(operands), tuple(operands.values()), STOCK)
     for name, value in given.items():
         if value.shape != shapes[name]:
             raise wrong(f"{name} {list(value.shape)}", OPTIONAL[name])
@@ -114,7 +118,7 @@ def _check_target(target: Tensor) -> None:
         raise wrong(
             f"target of {target.dtype}, {list(target.shape)}",
             "class numbers in torch.int64; probabilities as targets are not supported",
-            "target.long(); for probabilities F.cross_entropy(F.linear(x, w), target)",
+            f"target.long(); for probabilities {STOCK}",
         )
     if target.dtype != torch.int64:
         raise wrong(f"target of {target.dtype}", "class numbers in torch.int64", "target.long()")

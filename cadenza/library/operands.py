@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from cadenza.core.errors import ProgramError
 from cadenza.core.ops import Dim, M
@@ -94,6 +95,32 @@ def describe(
     if shapes:
         _check_sizes(found, shapes, constants)
     return Operands(tuple(found), leading, rows)
+
+
+def check_plain(names: Sequence[str], tensors: Sequence[Tensor], instead: str) -> None:
+    """Raises ProgramError for a sharded tensor, and for a derivative that none would be had of.
+
+    `instead` is what to write where forward-mode derivatives are wanted.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in zip(names, tensors, strict=True):
+        if hasattr(tensor, "device_mesh"):
+            raise ProgramError(
+                f"operand {name} is sharded",
+                found=f"a {type(tensor).__name__} {list(tensor.shape)}",
+                expected="a tensor that holds all of its numbers, as a weight has them in the "
+                "forward of the module that fully_shard was called on",
+                write=f"fully_shard(layer), each weight used in its own layer; or "
+                f"{name}.full_tensor()",
+            )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ProgramError(
+                "forward-mode derivatives of a program",
+                found=f"a tangent of {name}",
+                expected="derivatives by backward",
+                write=instead,
+            )
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:

@@ -18,7 +18,9 @@ import typer
 
 from cadenza import __version__
 from cadenza.core.errors import BackEndError
+from cadenza.tools.audit.options import AuditOptions
 from cadenza.tools.bench.options import Options
+from cadenza.tools.check.options import Options as CheckOptions
 from cadenza.tools.fault import Fault
 from cadenza.tools.question import Question, Sizes
 from cadenza.tools.settings import COMPARED_STEPS, DEFAULT_STEPS, Settings
@@ -112,7 +114,7 @@ def train(
     compare: bool = typer.Option(False, "--compare", help="measure it against its stock twin"),
     **given: Any,
 ) -> int:
-    """Train a small Llama on real text, through programs in Cadenza's own language."""
+    """Train a small Llama, or a whole model, on real text, through programs of Cadenza's own."""
     given = {name: value for name, value in given.items() if value is not None}
     if compare and resume:
         raise Fault("--compare starts afresh each time: leave --resume out")
@@ -154,6 +156,21 @@ def tune(
 
 
 @app.command()
+@taking(CheckOptions)
+def check(
+    target: str = typer.Argument(help="FILE.py, FILE.py:function, module:function, a block"),
+    json: bool = typer.Option(False, "--json", help="print data for programs"),
+    watch: bool = typer.Option(False, "--watch", help="run again each time the file is saved"),
+    **given: Any,
+) -> int:
+    """Judge programs: types, values, gradients, kernels, what they take; say what to change."""
+    from cadenza.tools.check.run import run_check
+
+    options = CheckOptions(**{name: value for name, value in given.items() if value is not None})
+    return run_check(target, options, as_json=json, watched=watch)
+
+
+@app.command()
 @taking(Options)
 def bench(
     suite: str | None = typer.Argument(None, help="kernels, layer, loss, accuracy, …"),
@@ -167,6 +184,30 @@ def bench(
 
     options = Options(**{name: value for name, value in given.items() if value is not None})
     return run_bench(suite, options, burst=burst, shown=show, as_json=json)
+
+
+@app.command()
+@taking(AuditOptions)
+def audit(
+    target: str = typer.Argument(
+        help="a size such as llama3-8b, a config.json or its folder, FILE.py:function"
+    ),
+    json: bool = typer.Option(False, "--json", help="print data for programs"),
+    **given: Any,
+) -> int:
+    """Say what a model's training step spends its time on, before and after Cadenza."""
+    from cadenza.tools.audit.run import run_audit
+
+    options = AuditOptions(**{name: value for name, value in given.items() if value is not None})
+    return run_audit(target, options, json)
+
+
+@app.command()
+def doctor(json: bool = typer.Option(False, "--json", help="print data for programs")) -> int:
+    """Say what is installed, which back ends run here and why not, and what to install."""
+    from cadenza.tools.doctor import run_doctor
+
+    return run_doctor(json)
 
 
 if __name__ == "__main__":

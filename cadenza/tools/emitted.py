@@ -16,7 +16,7 @@ from cadenza.backends.triton import modules
 from cadenza.backends.triton.fallbacks import LibraryProduct, ReferenceKernel, ReferenceVector
 from cadenza.backends.triton.launches import PointwiseLaunch, ProductLaunch, VectorLaunch
 from cadenza.backends.triton.memory import Step
-from cadenza.backends.triton.program import Program
+from cadenza.backends.triton.program import Choose, Program
 from cadenza.backends.triton.target import Target
 from cadenza.backends.triton.vector_product import VectorProduct
 from cadenza.core.ir import Node
@@ -65,9 +65,14 @@ def _steps(plan: PlanText, text: PairText, gpu: str) -> Iterator[Emitted]:
         yield Emitted(name, step.source.text if step.source else None, *_instead(step))
 
 
-def named_steps(plan: PlanText, text: PairText, gpu: str) -> Iterator[tuple[str, Step]]:
-    """The back end's steps of one pass, in order, each with the name of its kernel or vector."""
-    program = Program(plan.plan, None, text, Target.named(TARGETS[gpu]))
+def named_steps(
+    plan: PlanText, text: PairText, gpu: str, choose: Choose | None = None
+) -> Iterator[tuple[str, Step]]:
+    """The back end's steps of one pass, in order, each with the name of its kernel or vector.
+
+    `choose` gives the configuration of a kernel, None for its default.
+    """
+    program = Program(plan.plan, choose, text, Target.named(TARGETS[gpu]))
     names = program.names | text.names | {k.node: k.name for k in plan.beside}
     for step in program.steps:
         kernel = _kernel_of(step, plan)

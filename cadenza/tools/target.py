@@ -185,10 +185,11 @@ def load_module(place: str) -> ModuleType:
             return importlib.import_module(place)
         if not Path(place).is_file():
             raise Fault(f"there is no file {place}")
-        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        # Under a name of its own, so that a module called alike is found as ever.
+        spec = importlib.util.spec_from_file_location(f"{Path(place).stem}__file", place)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(module.__name__, module)
+        sys.modules[module.__name__] = module
         # Not by the loader: its cache takes a file saved twice within a second for unchanged.
         code = compile(Path(place).read_bytes(), place, "exec", dont_inherit=True)
         exec(code, module.__dict__)

@@ -176,9 +176,9 @@ def plans_of(timed, monkeypatch):
     """The executables that a call and its backward run, their inputs, rows and launches."""
     seen, run = [], Executable.__call__
 
-    def noted(executable, tensors, rows):
+    def noted(executable, tensors, rows, *into):
         with launches() as made:
-            outputs = run(executable, tensors, rows)
+            outputs = run(executable, tensors, rows, *into)
         seen.append((executable, list(tensors), rows, len(made)))
         return outputs
 

@@ -134,7 +134,7 @@ class Body(Tile):
             return f"device.merge_{name}({call})"
         shift = self.real(node.inputs[1], ROWS)
         shift = shift if node.inputs[1].type[:2] == (1, 1) else f"tl.reshape({shift}, (BM,))"
-        return f"(device.merge_{name}({call}) - {shift})"
+        return f"device.merge_{name}({call}, {shift})"
 
     # --- reductions -------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from cadenza.backends.triton.replay import Recording, Replay
 from cadenza.backends.triton.replay import replay as make_replay
 from cadenza.backends.triton.target import INTERPRETER, Target
 from cadenza.backends.triton.tuning import choices
+from cadenza.backends.triton.tuning.contests import rounded
 from cadenza.core.errors import BackEndError
 from cadenza.core.ir import Node
 from cadenza.core.plan import Plan
@@ -61,7 +62,7 @@ class Executable:
 
     def _choose(self, tensors: Sequence[Tensor], rows: int) -> None:
         """Makes the steps for a call's rows, of what was measured or is measured now."""
-        self.rows = choices.rounded(rows)
+        self.rows = rounded(rows)
         if (self.target, self.rows) in self.programs or self.choose is not None:
             return
         if torch.cuda.is_current_stream_capturing():

@@ -16,14 +16,15 @@ from cadenza.library import programs
 from cadenza.library.attention import causal_attention
 from cadenza.library.nn.architecture import PLACEMENTS, Architecture
 from cadenza.library.nn.linear import drawn_seed
-from cadenza.library.nn.norms import RMSNorm, norm_module, norm_options
+from cadenza.library.nn.norms import RMSNorm, norm_module, norm_options, norm_weight
+from cadenza.library.nn.readable import readable
 from cadenza.library.programs.parts import is_gated
 
 
 def _joined(*parts: Tensor | None) -> Tensor | None:
     """Rows of several weights, or numbers of several biases, as one; None where there is none."""
     present = [part for part in parts if part is not None]
-    return torch.cat(present) if present else None
+    return torch.cat(present) if len(present) > 1 else next(iter(present), None)
 
 
 class FeedForward(nn.Module):
@@ -42,20 +43,19 @@ class FeedForward(nn.Module):
         self.up_proj = nn.Linear(width, feed_forward, bias=bias)
         self.down_proj = nn.Linear(feed_forward, width, bias=bias)
 
-    def gate_up(self) -> Tensor:
-        """The weights of gate and up as one, `[2 * feed_forward, width]`; up's without a gate."""
-        if not is_gated(self.activation):
-            return self.up_proj.weight
-        return torch.cat((self.gate_proj.weight, self.up_proj.weight))
-
     def operands(self) -> dict[str, Any]:
-        """What a feed-forward block takes of this module."""
-        gate = self.gate_proj.bias if is_gated(self.activation) else None
+        """What a feed-forward block takes of this module; gate and up as one, if there is a gate.
+
+        Raises ProgramError for a projection that does more than its weight says.
+        """
+        names = ("gate_proj", "up_proj") if is_gated(self.activation) else ("up_proj",)
+        ups = [readable(getattr(self, name), nn.Linear) for name in names]
+        down = readable(self.down_proj, nn.Linear)
         return {
-            "w_up": self.gate_up(),
-            "w_down": self.down_proj.weight,
-            "b_up": _joined(gate, self.up_proj.bias),
-            "b_down": self.down_proj.bias,
+            "w_up": _joined(*(up.weight for up in ups)),
+            "w_down": down.weight,
+            "b_up": _joined(*(up.bias for up in ups)),
+            "b_down": down.bias,
             "activation": self.activation,
         }
 
@@ -96,10 +96,6 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(wide if whole else self.head_dim, eps, offset)
             self.k_norm = RMSNorm(narrow if whole else self.head_dim, eps, offset)
 
-    def qkv(self) -> Tensor:
-        """The weights of queries, keys and values as one, `[N, width]`."""
-        return torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
-
     def project(
         self,
         x: Tensor,
@@ -112,14 +108,17 @@ class Attention(nn.Module):
         """Queries, keys and values of norm(x), x `[..., width]`: rotated, as one `[..., N]`.
 
         cos and sin `[..., R]` are rotary tables; squares `[..., 1]` the sums of squares of x's
-        rows, for an RMSNorm.
+        rows, for an RMSNorm. Raises ProgramError for a projection that does more than its weight
+        says.
         """
         names = ("q_norm", "k_norm") if self.architecture.qk_norm else ()
+        parts = [readable(p, nn.Linear) for p in (self.q_proj, self.k_proj, self.v_proj)]
         return programs.qkv_projection(
-            x, self.qkv(), _joined(self.q_proj.bias, self.k_proj.bias, self.v_proj.bias),
+            x, _joined(*(p.weight for p in parts)), _joined(*(p.bias for p in parts)),
             cos=cos, sin=sin, squares=squares, head_dim=self.head_dim, heads=self.heads,
-            key_value_heads=self.key_value_heads, interleaved=self.architecture.interleaved,
-            **{name: getattr(self, name).weight for name in names},
+            key_value_heads=self.key_value_heads,
+            interleaved=self.architecture.interleaved and cos is not None,
+            **{name: norm_weight(getattr(self, name)) for name in names},
             **{"eps": self.eps, "norm_offset": self.architecture.norm_offset if names else 0.0}
             | norm_options(norm),
         )  # fmt: skip
@@ -204,9 +203,9 @@ class DecoderLayer(nn.Module):
         y = attention(
             attention.project(x, norm, cos=cos, sin=sin, squares=squares), cumulative_lengths
         )
-        p = self.dropout if self.training else 0.0
+        p, output = self.dropout if self.training else 0.0, readable(attention.o_proj, nn.Linear)
         return programs.decoder_block(
-            x, y, attention.o_proj.weight, b_output=attention.o_proj.bias,
+            x, y, output.weight, b_output=output.bias,
             seed=drawn_seed(x) if p else None, feed_forward_seed=drawn_seed(x) if p else None,
             dropout=p, scale=self.architecture.branch_scale,
             squares=squares if placement == "parallel" else None,
@@ -221,8 +220,8 @@ class DecoderLayer(nn.Module):
         if placement == "parallel":
             return norm_options(self.input_layernorm) | {"parallel": True}
         branches = {
-            "attention_norm": self.post_attention_layernorm.weight,
-            "feed_forward_norm": self.post_feedforward_layernorm.weight,
+            "attention_norm": norm_weight(self.post_attention_layernorm),
+            "feed_forward_norm": norm_weight(self.post_feedforward_layernorm),
         }
         if placement == "both":
             return branches | norm_options(self.pre_feedforward_layernorm)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from cadenza.library import programs
 from cadenza.library.nn.architecture import Architecture
+from cadenza.library.nn.readable import readable
 
 
 class RMSNorm(nn.RMSNorm):
@@ -43,8 +44,8 @@ def norm_module(width: int, eps: float, architecture: Architecture) -> nn.Module
 def norm_options(norm: nn.Module | None) -> dict[str, Any]:
     """What a program that begins with this norm takes of it; nothing for None.
 
-    Raises TypeError for a module that is neither RMSNorm nor LayerNorm over one dimension, and for
-    an RMSNorm without eps.
+    Raises TypeError for a module that is neither RMSNorm nor LayerNorm over one dimension, for one
+    that does more than its weight says, and for an RMSNorm without eps.
     """
     if norm is None:
         return {}
@@ -53,6 +54,7 @@ def norm_options(norm: nn.Module | None) -> dict[str, Any]:
             f"a norm of {norm!r}: give torch.nn.LayerNorm, torch.nn.RMSNorm or cz.nn.RMSNorm of "
             "one dimension"
         )
+    norm = readable(norm, nn.RMSNorm, nn.LayerNorm, RMSNorm)
     if isinstance(norm, nn.LayerNorm):
         options = {"norm": "layer", "norm_weight": norm.weight, "norm_bias": norm.bias}
         return options | {"eps": norm.eps}
@@ -60,3 +62,8 @@ def norm_options(norm: nn.Module | None) -> dict[str, Any]:
         raise TypeError("an RMSNorm whose eps depends on the dtype: give it one, as eps=1e-6")
     offset = getattr(norm, "offset", 0.0)
     return {"norm": "rms", "norm_weight": norm.weight, "norm_offset": offset, "eps": norm.eps}
+
+
+def norm_weight(norm: nn.Module) -> Tensor:
+    """The weight of an RMSNorm. Raises ProgramError for one that does more than that says."""
+    return readable(norm, nn.RMSNorm, RMSNorm).weight

@@ -108,6 +108,24 @@ def _unused(what: str, found: str, expected: str) -> ProgramError:
     )
 
 
+def check_offset(offset: float, *weights: Value) -> None:
+    """Raises ProgramError for an offset of norms' weights where no such weight is given."""
+    if offset and all(weight is None for weight in weights):
+        raise _unused("norm_offset", f"{offset} without a norm's weight", "an RMSNorm's weight")
+
+
+def capped(x: Value, softcap: float | None) -> Value:
+    """x within the cap; x itself without one. Raises ProgramError for a cap that is none."""
+    if softcap is not None and not softcap > 0.0:
+        raise ProgramError(
+            "a cap of nothing",
+            found=f"{softcap=}",
+            expected="a bound of the output, above 0",
+            write="softcap=None where nothing is capped",
+        )
+    return x if softcap is None else L.softcap(x, softcap)
+
+
 def shifted(weight: Value, offset: float) -> Value:
     """A norm's weight as it multiplies: Gemma stores it minus one."""
     return weight + offset if offset else weight

@@ -11,6 +11,8 @@ from cadenza.library.programs.parts import (
     Norm,
     activated,
     added,
+    capped,
+    check_offset,
     dropped,
     kept_as,
     shifted,
@@ -32,6 +34,7 @@ def norm(x, weight=None, bias=None, *, squares=None, kind="rms", offset=0.0, eps
     Raises ProgramError for an operand or option that this kind doesn't have, and for shapes that
     don't fit.
     """
+    check_offset(offset, weight)
     return Norm(kind, weight, bias, offset, eps, squares)(x)
 
 
@@ -62,10 +65,10 @@ def linear(x, w, bias=None, *, residual=None, norm_weight=None, norm_bias=None, 
     float64), with one rounding at the end. Raises ProgramError for shapes, dtypes and options that
     don't fit, or that nothing would use.
     """
+    check_offset(norm_offset, norm_weight, output_norm)
     stem = Norm(norm, norm_weight, norm_bias, norm_offset, eps)
     y = activated(L.linear(stem(x), w, bias), activation)
-    y = y if scale == 1.0 else y * scale
-    y = y if softcap is None else L.softcap(y, softcap)
+    y = capped(y if scale == 1.0 else y * scale, softcap)
     return added(dropped(stem.of_output(y, output_norm), dropout, seed), residual)
 
 
@@ -95,9 +98,10 @@ def qkv_projection(x, w, bias=None, *, norm_weight=None, norm_bias=None, squares
     """
     key_value_heads = heads if key_value_heads is None else key_value_heads
     _check_heads(w, head_dim, heads, key_value_heads)
+    check_offset(norm_offset, norm_weight, q_norm, k_norm)
     acc = L.linear(Norm(norm, norm_weight, norm_bias, norm_offset, eps, squares)(x), w, bias)
     q_end, k_end = heads * head_dim, (heads + key_value_heads) * head_dim
-    _check_tables(cos, sin)
+    _check_tables(cos, sin, interleaved)
     if q_norm is None and k_norm is None and cos is None:
         return acc
     y = L.columns(acc, 0, k_end)
@@ -139,7 +143,14 @@ def _check_heads(w: Value, head_dim: int, heads: int, key_value_heads: int) -> N
         )
 
 
-def _check_tables(cos: Value, sin: Value) -> None:
+def _check_tables(cos: Value, sin: Value, interleaved: bool) -> None:
+    if interleaved and cos is None and sin is None:
+        raise ProgramError(
+            "interleaved pairs that nothing rotates",
+            found="interleaved=True without cos and sin",
+            expected="cos and sin [..., rotary_dim / 2]",
+            write="cos, sin = cz.ops.rotary_tables(config, positions)",
+        )
     if (cos is None) != (sin is None):
         raise ProgramError(
             "one rotary table without the other",

@@ -341,8 +341,8 @@ def merge_row_variance(
 
 
 @triton.jit
-def merge_logsumexp(tops, totals, rows, row_ok, ROWS, tiles, BM: tl.constexpr):
-    """The log-sum-exp of rows from the largest and the sum of exponentials of each tile."""
+def merge_logsumexp(tops, totals, rows, row_ok, ROWS, tiles, BM: tl.constexpr, shift):
+    """The log-sum-exp of rows less a shift, from each tile's largest and sum of exponentials."""
     # In one loop: Triton fails on a loop whose largest is used again after it.
     top = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
@@ -352,7 +352,7 @@ def merge_logsumexp(tops, totals, rows, row_ok, ROWS, tiles, BM: tl.constexpr):
         most = largest(block, 1)
         scaled = tl.where(sums == 0.0, 0.0, sums * _below(block, most[:, None]))
         top, total = merged_online(top, total, most, tl.sum(scaled, 1))
-    return top + tl.log(total)
+    return (top - shift) + tl.log(total)  # the large numbers first: what is left of them is exact
 
 
 # --- products -------------------------------------------------------------------------------------

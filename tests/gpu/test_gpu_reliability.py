@@ -1,0 +1,159 @@
+"""Faults of other libraries' kernels, by numbers of docs/reliability.md, on a GPU.
+
+Blocks have suites of their own beside this file; here are the programs of the library: results that
+later calls must leave alone, every candidate of tuning, strides, sizes past 2**31, memory.
+"""
+
+import pytest
+import torch
+from block_operands import cast
+from calls import BRAIN, SINGLE, check_same, results, upstream_of
+from plans import DIRECTIONS, SMALL, Given, attempt, check_agrees
+from stock_programs import operands
+from test_gpu_memory import free_bytes
+from triton_plans import trials
+
+import cadenza as cz
+from cadenza.backends.triton.configuration import Facts, default, family, shrunk
+from cadenza.backends.triton.launches import ProductLaunch
+from cadenza.backends.triton.program import Program
+from cadenza.backends.triton.target import Target
+from cadenza.backends.triton.tuning.candidates import LISTS
+from cadenza.library import models
+from cadenza.library.variants import VARIANTS
+
+pytestmark = pytest.mark.gpu
+PAST = 2**31
+NAMES = sorted(set(VARIANTS) - {"weight-gradient"})
+ALIGNED = {"D": 256, "F": 384, "H": 4, "KV": 2, "HD": 64, "V": 640}
+TINY = {"D": 32, "F": 48, "H": 2, "KV": 1, "HD": 16, "V": 64}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", NAMES)
+def test_08_results_stay_what_they_are_while_later_calls_run(name, place):
+    """What lives between the kernels of a plan has one place, which later calls take again."""
+    first, second = (variant(name, place) for _ in range(2))
+    program = VARIANTS[name].program
+    upstream = upstream_of(program.plain, first)
+    for _ in range(3):  # the third call repeats a recording
+        found = results(program, first, upstream)
+    kept = {n: v.clone() for n, v in found.items()}
+    results(program, second, upstream)
+    check_same(found, kept, "after another call")
+
+
+def variant(name, place, dtype=None, rows=129):
+    """Operands of a program of the library."""
+    dtype = dtype or (SINGLE if place.interpreted else BRAIN)
+    with torch.device(place.device):
+        made = operands(name, place.rows(rows), TINY if place.interpreted else ALIGNED)
+    return cast(made, dtype)
+
+
+# --- every candidate ------------------------------------------------------------------------------
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_11_programs_of_the_library_agree_under_every_candidate(name, direction, place):
+    """Those that tuning would measure, of the long list, row and column operands as they come."""
+    given = given_of(name, place)[DIRECTIONS.index(direction)]
+    target = Target.of(place.device)
+    program = Program(given.plan, target=target)
+    steps = [step for step in program.steps if isinstance(step, ProductLaunch)]
+    options = {step.product: candidates_of(program, step, target, place) for step in steps}
+    for number in range(max(map(len, options.values()), default=1)):
+        used = {product: found[number % len(found)] for product, found in options.items()}
+        try:
+            found = attempt(given, lambda kernel, used=used: used.get(kernel.product))
+            check_agrees(given, found.outputs, place)
+        except Exception as error:
+            error.add_note(f"by {', '.join(sorted(map(str, used.values())))}")
+            raise
+
+
+def candidates_of(program, step, target, place):
+    """The default and the long list, as tuning shrinks them to a product; few where all is slow."""
+    facts = Facts.of(step.source, step.product, program.dtypes[step.operands[0]].itemsize)
+    if place.interpreted:
+        return [default(facts, target), SMALL]
+    short, more = LISTS[family(target)]
+    cuts = [shrunk(cut, facts) for cut in (*short, *more)]
+    return list(dict.fromkeys([default(facts, target), *cuts]))
+
+
+def given_of(name, place):
+    """The plans of a program for a call, both directions, beside the reference back end."""
+    made = variant(name, place, rows=300)
+    with torch.device(place.device):
+        return [Given(*trial, None) for trial in trials(VARIANTS[name].program, made)]
+
+
+# --- layouts and sizes ----------------------------------------------------------------------------
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", NAMES)
+def test_13_operands_of_any_strides(name, place):
+    """Rows that are turned or apart, and incoming gradients that a sum or a mask would hand on."""
+    program, arguments = VARIANTS[name].program, variant(name, place)
+    moved = {
+        n: v.T.contiguous().T if isinstance(v, torch.Tensor) and v.dim() == 2 else v
+        for n, v in arguments.items()
+    }
+    upstream = upstream_of(program.plain, arguments)
+    turned = {n: torch.cat((g, g), -1)[..., : g.shape[-1]] for n, g in upstream.items()}
+    found, expected = results(program, moved, turned), results(program, arguments, upstream)
+    for label, value in found.items():
+        error = (value.double() - expected[label].double()).norm()
+        assert error <= 2.0**-7 * expected[label].double().norm(), label
+    ones = {n: torch.ones_like(g) for n, g in upstream.items()}
+    flat = {n: g.new_ones(()).expand_as(g) for n, g in upstream.items()}
+    check_same(results(program, arguments, flat), results(program, arguments, ones), "expanded")
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_16_a_norm_of_more_than_2_to_the_31_elements(kind, place):
+    rows, width = 540_000, 4096
+    if free_bytes() < 40e9:
+        pytest.skip("needs 40 GB of a GPU's memory")
+    x = torch.empty(rows, width, dtype=BRAIN, device=place.device).normal_().requires_grad_()
+    gain = torch.rand(width, device=place.device).to(BRAIN)
+    assert x.numel() > PAST
+    y = cz.ops.norm(x, gain, kind=kind)
+    (dx,) = torch.autograd.grad(y, x, x.detach())
+    sample = torch.tensor([0, PAST // width - 1, PAST // width + 1, rows - 1], device=place.device)
+    few = x.detach()[sample].double().requires_grad_()
+    expected = cz.ops.norm.plain(few, gain.double(), kind=kind)
+    (gradient,) = torch.autograd.grad(expected, few, few.detach())
+    for found, exact in ((y, expected), (dx, gradient)):
+        error = (found[sample].double() - exact).norm(dim=1)
+        assert (error <= 2.0**-7 * exact.norm(dim=1)).all()
+
+
+@pytest.mark.alone
+def test_38_a_model_keeps_for_backward_what_its_layers_formula_says(place):
+    """M rows of qkv, attention's output, x1, the stream, raw gate and up; joined weights; attention
+    keeps a float32 number a head and row of its own.
+    """
+    config = models.LlamaConfig(
+        vocabulary=512, width=1024, layers=2, heads=16, key_value_heads=8, feed_forward=3072,
+        context=2048,
+    )  # fmt: skip
+    model = models.Llama(config).to(place.device, BRAIN)
+    tokens = torch.randint(512, (4, 2048), device=place.device)
+    model(tokens, tokens).backward()
+    model.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    loss = model(tokens, tokens)
+    kept = torch.cuda.memory_allocated() - before
+    rows, columns = tokens.numel(), (16 + 2 * 8) * 64
+    layer = 2 * rows * (columns + 1024 + 2 * 1024 + 2 * 3072) + 4 * rows * (16 + 4)
+    joined = 2 * (columns + 2 * 3072) * 1024
+    ends = 2 * rows * 1024 * 3 + 2 * 2 * rows * 64 * 2 + (4 + 2) * 512 * 1024
+    assert loss.isfinite()
+    assert kept <= 1.1 * (2 * (layer + joined) + ends)
