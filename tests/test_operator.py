@@ -235,7 +235,7 @@ def test_a_warm_call_runs_nothing_of_the_authors_function():
     ("setting", "value", "usual"),
     [
         (torch.set_default_dtype, torch.bfloat16, torch.float32),
-        (torch.set_default_device, "meta", "cpu"),
+        (torch.set_default_device, "meta", None),
     ],
     ids=["dtype", "device"],
 )

@@ -17,11 +17,11 @@ from plans import (
     trials,
 )
 
-from cadenza.backends.triton import configuration
 from cadenza.backends.triton.configuration import Configuration, Facts
 from cadenza.backends.triton.launches import ProductLaunch
 from cadenza.backends.triton.program import Program
 from cadenza.backends.triton.target import Target
+from cadenza.backends.triton.tuning.candidates import product_candidates
 
 pytestmark = pytest.mark.gpu
 ROWS = 300  # two whole tiles of 128 rows, and a part of one
@@ -47,18 +47,20 @@ SLICES = len(USUAL)
 
 
 def candidates_of(given, device):
-    """By product, the back end's own candidates for its kernel; the usual ones if it has none."""
+    """By product, what competes for its kernel where it is measured, and the usual ones."""
     target = Target.of(device)
     program = Program(given.plan, target=target)
     made = [step for step in program.steps if isinstance(step, ProductLaunch)]
-    own = getattr(configuration, "candidates", None)
-    if own is None:
+    if not target.backend:
         return {step.product: USUAL for step in made}
     itemsize = {step.product: program.dtypes[step.operands[0]].itemsize for step in made}
-    return {
-        step.product: list(own(Facts.of(step.source, step.product, itemsize[step.product]), target))
-        for step in made
-    }
+    found = {}
+    for step in made:
+        facts = Facts.of(step.source, step.product, itemsize[step.product])
+        rows, programs = facts.M or given.rows, program.programs(device)
+        own = product_candidates(facts, target, rows, programs, full=False)
+        found[step.product] = list(dict.fromkeys([*own, *USUAL]))
+    return found
 
 
 @pytest.mark.interpreted

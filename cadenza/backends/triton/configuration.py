@@ -141,8 +141,9 @@ def strip(width: int, unit: int, holds: bool) -> Strip:
     if holds:
         found = Strip(BM=max(1, 4096 // across), W=across, warps=4 if across <= 4096 else 8)
     else:
-        # An H200 moves most bytes a second with rows of 512 bytes and little of each program.
-        found = Strip(BM=8, W=max(16, min(across, 256)), warps=4)
+        # An H200 moves most bytes a second with rows of 512 bytes and little of each program; with
+        # sums over groups of columns that many don't fit the registers.
+        found = Strip(BM=8, W=max(16, min(across, 256 if unit == 1 else 128)), warps=4)
     return replace(found, W=max(found.W, unit))
 
 
