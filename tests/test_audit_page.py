@@ -88,6 +88,7 @@ def measured(browser, text, folder, width, dark=False):
 
 
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (1280, True)])
+@pytest.mark.slow
 def test_the_page_fits_and_shows_everything(report, browser, tmp_path, width, dark):
     found, complaints = measured(browser, page(report), tmp_path, width, dark)
     assert complaints == []

@@ -279,6 +279,7 @@ def test_a_device_that_is_off_fails(monkeypatch):
     assert found.figure.startswith("1 rows of 48: output 0 is 9.")
 
 
+@pytest.mark.slow
 def test_times_are_taken_side_by_side(monkeypatch):
     monkeypatch.setattr(timing, "VARIANTS", ("ours", "eager", "bare"))
     monkeypatch.setattr(timing, "SECONDS", 0.02)
@@ -316,6 +317,7 @@ def test_a_device_that_fails_is_a_finding(monkeypatch):
     assert "--size" in last.cure
 
 
+@pytest.mark.slow
 def test_a_device_is_asked_for_values_and_times(monkeypatch):
     monkeypatch.setattr("cadenza.tools.check.run.usable_device", lambda: CPU)
     by_reference = functools.partial(device.device_finding, backend="reference")

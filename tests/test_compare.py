@@ -93,6 +93,7 @@ def test_only_the_perturbed_twin_starts_from_other_weights():
         torch.testing.assert_close(perturbed[name], weight, rtol=2e-7, atol=0.0)
 
 
+@pytest.mark.slow
 def test_float64_has_a_bound_of_its_own(quick, tmp_path, capsys):
     assert run(tmp_path / "run", "--dtype", "float64") == 0
     report = json.loads((tmp_path / "run" / "compare.json").read_text())
@@ -102,6 +103,7 @@ def test_float64_has_a_bound_of_its_own(quick, tmp_path, capsys):
     assert "pass: ours from stock" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_bfloat16_is_reported_without_bounds(quick, tmp_path):
     assert run(tmp_path / "run", "--dtype", "bfloat16") == 0
     assert json.loads((tmp_path / "run" / "compare.json").read_text())["bounds"] == []

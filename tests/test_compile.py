@@ -44,6 +44,7 @@ def agrees(function, reference, operands) -> None:
 
 
 @each_case
+@pytest.mark.slow
 def test_results_and_gradients_are_those_of_eager_mode(case):
     function, counter = compiled(case.call)
     for dtype in (torch.float32, torch.bfloat16):
@@ -142,6 +143,7 @@ def test_activation_checkpointing_inside_of_compiled_code():
 @pytest.mark.parametrize(
     ("name", "grad"), [*((name, True) for name in CASES), ("tuple", False)], ids=str
 )
+@pytest.mark.slow
 def test_a_new_number_of_rows_compiles_once_more_and_never_again(name, grad):
     case = CASES[name]
     function, counter = compiled(case.call)

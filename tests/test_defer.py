@@ -311,6 +311,7 @@ def assert_results(actual: Results, expected: Results) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.slow
 def test_switching_rules_off_changes_no_value(name, monkeypatch):
     made = call(name, 5)
     complete = made.pair()

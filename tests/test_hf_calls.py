@@ -105,6 +105,7 @@ def test_embeddings_as_input():
 
 
 @each_family
+@pytest.mark.slow
 def test_hidden_states_and_attention_are_the_twins(family):
     model, twin = accelerated_pair(family, attn_implementation="eager")
     tokens = batch()["input_ids"]

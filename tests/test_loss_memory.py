@@ -66,6 +66,7 @@ def test_the_count_sees_the_logits_of_stock():
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("terms", [{}, {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 2.0}])
+@pytest.mark.slow
 def test_logits_of_one_chunk_of_rows_alive(terms, reduction):
     """More rows cost what a row's gradient and statistics do, whatever their number of logits."""
     options = {"reduction": reduction, "chunk": CHUNK, **terms}

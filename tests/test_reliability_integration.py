@@ -203,6 +203,7 @@ def test_20_a_projection_that_does_more_than_its_weight_raises(path, wrap):
 
 
 @pytest.mark.parametrize("make", ["llama", "gemma2", "gemma3", "olmo2", "gpt2"])
+@pytest.mark.slow
 def test_20_a_norm_that_does_more_than_its_weight_raises(make):
     layer, x, tables = layer_of(make)
     norms = [name for name, _ in layer.named_modules() if "norm" in name]

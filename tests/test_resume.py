@@ -75,6 +75,7 @@ def start_long_run(folder):
     raise AssertionError(f"the run ended with exit code {process.wait()}")
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_prints_how_to_go_on(tmp_path):
     process = start_long_run(tmp_path / "run")
     process.send_signal(signal.SIGINT)

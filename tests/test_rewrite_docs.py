@@ -183,6 +183,7 @@ def test_pictures_show_what_was_measured():
     assert {path.stem for path in FOLDER.iterdir()} == shown()
 
 
+@pytest.mark.slow
 def test_a_picture_holds_its_figures_as_text(tmp_path):
     (bars, *_) = (path for path in draw(tmp_path) if path.stem.endswith("bars"))
     picture = bars.read_text(encoding="utf-8")

@@ -144,6 +144,7 @@ def test_a_text_of_ones_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.slow
 def test_other_dtypes_train_and_resume_bit_by_bit(tmp_path, dtype):
     assert train(tmp_path / "whole", "--steps", 2, "--dtype", dtype) == 0
     assert train(tmp_path / "parts", "--steps", 1, "--dtype", dtype) == 0

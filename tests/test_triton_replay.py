@@ -126,6 +126,7 @@ def test_what_can_not_be_repeated():
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.slow
 def test_the_library_path_gives_the_same_values(name):
     torch.manual_seed(0)
     made = planned.call(name, 19, torch.float32)
