@@ -63,6 +63,7 @@ def check_products(found, model):
         assert counted == 6 * linear_weights(model.module) * TOKENS
 
 
+@pytest.mark.slow
 def test_products_take_six_flops_a_weight_and_token_before_and_after():
     with fake():
         check_products(predicted(), subject().before())

@@ -197,6 +197,7 @@ def fails(function):
     raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 PiB")
 
 
+@pytest.mark.slow
 def test_a_variant_that_fails_is_on_record_and_stops_no_other(tmp_path, monkeypatch):
     monkeypatch.setitem(stage.TRANSFORMS, "compile", fails)
     for suite, only in (("kernels", "dx"), ("accuracy", "dx"), ("host", "one-kernel")):

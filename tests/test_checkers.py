@@ -106,6 +106,7 @@ def test_a_part_of_a_concatenation_off_by_a_thousandth(monkeypatch, check):
 
 
 @pytest.mark.parametrize(("op", "position"), ARGUMENTS)
+@pytest.mark.slow
 def test_random_programs_find_a_derivative_off_by_a_thousandth(monkeypatch, op, position):
     row = DERIVATIVES[op][position]
     replace_row(monkeypatch, op, position, lambda *values: 1.001 * row(*values))

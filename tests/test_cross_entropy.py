@@ -204,6 +204,7 @@ def test_second_backward_is_equal_and_double_backward_raises(reduction):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.slow
 def test_torch_compile_without_recompiling_when_rows_change(reduction):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

@@ -69,6 +69,7 @@ def test_error_is_at_most_twice_torch(dtype, reduction, options, lean):
 
 @each_form
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.slow
 def test_gradcheck(reduction, lean):
     case = example({**EVERYTHING, "reduction": reduction}, 4, 3, 5)
     fixed = {n: v for n, v in case.operands.items() if n not in TRAINED}

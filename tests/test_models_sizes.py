@@ -27,6 +27,7 @@ def counted(text):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.slow
 def test_parameters_are_as_many_as_published(name):
     model = counted(name)
     count = sum(weight.numel() for weight in model.parameters())

@@ -61,6 +61,7 @@ def test_logits_are_theirs(family, tied):
 @each_family
 @each_tying
 @pytest.mark.parametrize("size", ["10MB", "20KB"])
+@pytest.mark.slow
 def test_what_they_write_is_read_and_written_back_as_it_was(tmp_path, family, tied, size):
     own = theirs(fields_of(tiny_config(family, tied)))
     own.load_state_dict(tiny(tiny_config(family, tied)).state_dict())

@@ -150,6 +150,7 @@ WORST = [
 
 
 @pytest.mark.parametrize(("block", "case"), WORST)
+@pytest.mark.slow
 def test_deferral_is_no_worse_than_the_textbook_where_it_was(block, case):
     chosen = {case.name: case for case in CASES}[case]
     sizes = {**SMALL, "M": 128, "D": 128, "head_dim": 32}

@@ -282,6 +282,7 @@ def digests_elsewhere(hash_seed: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_the_digest_is_the_same_in_every_process():
     pair = differentiate_program(llama(), [text.split()[0] for text in LLAMA])
     here = " ".join(digest(graph) for graph in (pair.program, pair.forward, pair.backward))

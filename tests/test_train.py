@@ -127,6 +127,7 @@ def test_without_out_a_new_folder_under_runs_is_printed(tmp_path, monkeypatch, c
     assert printed == folders
 
 
+@pytest.mark.slow
 def test_a_seed_decides_everything(finished, tmp_path):
     assert train(tmp_path / "same", "--steps", 10) == 0
     assert train(tmp_path / "other", "--steps", 10, "--seed", 1) == 0
@@ -203,6 +204,7 @@ def test_generation_slides_a_window_of_the_context():
     assert model.shown[9] == list(b"AAAAAAAA")
 
 
+@pytest.mark.slow
 def test_generation_is_decided_by_its_seed_and_follows_the_chances():
     model = Recorder(torch.randn(256))
     drawn = generate(model, b"x", 4000, seed=3)

@@ -194,6 +194,7 @@ def test_a_worker_says_and_answers(worker):
 
 
 @pytest.mark.parametrize(("task", "problem"), [(Hanging(3), "in time"), (Dying(4), "died")])
+@pytest.mark.slow
 def test_a_worker_that_does_not_answer_is_ended(worker, task, problem):
     worker.ask(Answers((), "warm"), 60)
     with pytest.raises(Hangs, match=problem) as caught:
@@ -202,6 +203,7 @@ def test_a_worker_that_does_not_answer_is_ended(worker, task, problem):
     assert worker.process.poll() is not None
 
 
+@pytest.mark.slow
 def test_workers_are_used_again_and_ended(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     workers = Workers()
