@@ -14,6 +14,7 @@ from cadenza.core import lang as L
 from cadenza.core.errors import ProgramError
 from cadenza.library.function import block
 from cadenza.library.operands import check_plain
+from cadenza.library.operator import check_devices
 from cadenza.library.specialize import Call
 
 
@@ -96,11 +97,4 @@ def _check(gradient: Tensor, x: Tensor, dy: Tensor) -> None:
 def _check_places(*tensors: Tensor) -> None:
     names = ("gradient", "x", "dy")
     check_plain(names, tensors, "gradient + dy.T @ x")
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor.device != tensors[0].device:
-            raise ProgramError(
-                "accumulate_weight_gradient",
-                found=f"gradient on {tensors[0].device}, {name} on {tensor.device}",
-                expected="one device",
-                write=f"{name}.to(gradient.device)",
-            )
+    check_devices(names, tensors)

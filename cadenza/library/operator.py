@@ -31,7 +31,8 @@ torch.library.define(
 )
 
 
-def _check_devices(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+def check_devices(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Raises ProgramError for operands that are not all on one device."""
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.device != tensors[0].device:
             raise ProgramError(
@@ -46,7 +47,7 @@ def find(
     program: str, tensors: Sequence[Tensor], call: str, needed: int
 ) -> tuple[Specialization, Operands]:
     """What to run for a call, and its operands. Raises ProgramError where a tensor does not fit."""
-    _check_devices(Call.decode(call).names, tensors)
+    check_devices(Call.decode(call).names, tensors)
     return PROGRAMS[program].find(tensors, call, needed)
 
 

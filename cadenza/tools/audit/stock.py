@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -193,13 +194,13 @@ class StockDecoder(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def embedded(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The stream that the first layer is given, [B, S, width]."""
-    decoder: Decoder = model.decoder  # type: ignore[assignment]  # both models have one
-    x = model.embed_tokens(tokens)  # type: ignore[operator]  # an embedding
+def embedded(model: Any, tokens: Tensor) -> Tensor:
+    """The stream that the first layer of a StockDecoder or TwinDecoder is given, [B, S, width]."""
+    decoder: Decoder = model.decoder
+    x: Tensor = model.embed_tokens(tokens)
     if decoder.positions is not None:
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = x + model.embed_positions(places)  # type: ignore[operator]  # an embedding
+        x = x + model.embed_positions(places)
     return x * decoder.width**0.5 if decoder.scaled else x
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cadenza.backends.triton.fallbacks import LibraryProduct
+from cadenza.backends.triton.fallbacks import LibraryProduct, ReferenceKernel, ReferenceVector
 from cadenza.backends.triton.gluon_launch import SwizzledDescriptor
 from cadenza.backends.triton.launch import Argument, Descriptor, Launcher
 from cadenza.backends.triton.launches import Launch
@@ -96,8 +96,9 @@ class Sketch(Memory):
             self.text = ""
             step.run(self)
         else:
+            assert isinstance(step, ReferenceKernel | ReferenceVector), step
             for node in step.made():
-                dtype = step.plan.dtypes[node]  # type: ignore[attr-defined]  # those have it
+                dtype = step.plan.dtypes[node]
                 shape = [self.size(d) for d in node.type[:2]]
                 vector = not node.type.is_matrix
                 self.values[node] = self.empty([shape[0] * shape[1]] if vector else shape, dtype)
