@@ -98,6 +98,22 @@ def test_04_compiled_with_ignored_rows_is_eager_bit_by_bit(backend, name, lean):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_04_compiled_sums_over_many_rows_are_eager_bit_by_bit(reduction, lean):
+    torch._dynamo.reset()
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True)
+    x, w = torch.randn(20011, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
+    options = {"reduction": reduction, "weight": torch.rand(16), "lean": lean}
+    target = torch.randint(16, (20011,))
+    found, expected = (
+        (loss := function(x, w, target, **options), *torch.autograd.grad(loss, (x, w)))
+        for function in (compiled, linear_cross_entropy)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_04_blocks_read_nothing_that_they_did_not_write(name):
     block, arguments = BUILT_IN[name], operands(name, 13)

@@ -33,6 +33,7 @@ from cadenza.library.loss_batch import (
     no_double_backward,
     once,
     parts,
+    summed,
     wide,
 )
 from cadenza.library.loss_blocks import linear_loss, scaled
@@ -147,7 +148,7 @@ def _total(
     """The sum of the rows' losses over `divisor`."""
     x = operands["x"]
     if lean:
-        total = _losses(operands, terms, size, lean).sum()
+        total = summed(_losses(operands, terms, size, lean))
     elif divisor is None or (autocast_dtype(x) or str(x.dtype)[6:]) == "float16":
         total = _sum_of(operands, terms, size)
     else:
@@ -167,7 +168,7 @@ def _sum_of(operands: Operands, terms: Terms, size: int) -> Tensor:
 def _count(operands: Operands, ignore_index: int) -> Tensor:
     """The weight of the rows that count."""
     weight = operands.get("own_weight", 1.0) * operands.get("token_weights", 1.0)
-    return torch.where(operands["target"] != ignore_index, weight, 0.0).sum()
+    return summed(torch.where(operands["target"] != ignore_index, weight, 0.0))
 
 
 def _but_zero(number: float | Tensor) -> float | Tensor:

@@ -129,6 +129,36 @@ def by_operand(call: str, gradients: Sequence[Tensor], mask: int) -> list[Tensor
     return [known[name] if name in wanted else None for name in Call.decode(call).names]
 
 
+torch.library.define("cadenza::sum", "(Tensor numbers) -> Tensor")
+
+
+def summed(numbers: Tensor) -> Tensor:
+    """The sum of all numbers, in one order whether torch.compile is asked for it or not."""
+    found: Tensor = torch.ops.cadenza.sum(numbers)
+    return found
+
+
+@torch.library.impl("cadenza::sum", "CompositeExplicitAutograd")
+def _summed(numbers: Tensor) -> Tensor:
+    return numbers.sum()
+
+
+@torch.library.register_fake("cadenza::sum")
+def _(numbers: Tensor) -> Tensor:
+    return numbers.new_empty(())
+
+
+def _sum_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.shape = inputs[0].shape
+
+
+def _sum_backward(ctx: Any, adjoint: Tensor) -> Tensor:
+    return adjoint.expand(ctx.shape)
+
+
+torch.library.register_autograd("cadenza::sum", _sum_backward, setup_context=_sum_context)
+
+
 def once(adjoint: Tensor) -> Tensor:
     """The adjoint; under create_graph=True one that makes further use of a gradient an error."""
     needless = adjoint.requires_grad or not torch.is_grad_enabled()

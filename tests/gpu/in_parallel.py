@@ -33,7 +33,8 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def command(marked: str, *options: str) -> list[str]:
     """A run of pytest on the tests marked so."""
-    usual = ["-v", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=240", "-m", marked]
+    usual = ["-v", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=240", "--durations=12"]
+    usual += ["-m", marked]
     return [sys.executable, "-m", "pytest", *usual, str(FOLDER), *options]
 
 

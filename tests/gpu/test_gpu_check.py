@@ -47,7 +47,7 @@ def test_solutions_are_timed_beside_their_products_and_torch_compile(name, judge
     subject = judged(name)
     findings, records = timed(subject, explain(subject.large()), place.device, print)
     assert [f.check for f in findings] == ["time, forward", "time, forward and backward"]
-    assert all("us" in r for r in records), records
+    assert not [(r["variant"], r["failed"]) for r in records if "us" not in r]
     assert all("torch.compile" in f.figure and "bare products" in f.figure for f in findings)
 
 

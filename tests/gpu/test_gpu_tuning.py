@@ -5,7 +5,7 @@ import json
 import block_operands
 import pytest
 import torch
-from calls import check_as_good_as_torch, operands, upstream_of
+from calls import ALIGNED, check_as_good_as_torch, operands, upstream_of
 from programs import labelled
 
 import cadenza as cz
@@ -15,7 +15,7 @@ from cadenza.library.blocks import BUILT_IN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 BRAIN = torch.bfloat16
-SIZES = {"D": 512, "F": 1024, "H": 4, "KV": 2, "HD": 64}
+SIZES = {**ALIGNED, "D": 512, "F": 1024}
 
 
 @pytest.fixture(autouse=True)

@@ -225,12 +225,12 @@ class Program:
             try:
                 return [self._pingpong(kernel, cut)]
             except Unsupported:
-                cut = replace(cut, pingpong=False)
+                cut = _plain(cut)
         return [self._persistent(kernel, cut)]
 
     def _pingpong(self, kernel: Kernel, cut: Configuration) -> GluonLaunch:
         """Hopper's template; where operands can't be described the usual one runs instead."""
-        usual = replace(cut, BM=128, BN=128, warps=8, stages=3, boxes=(), pingpong=False)
+        usual = replace(_plain(cut), BN=128, warps=8, stages=3, boxes=())
         body = self._body(kernel, layout_of(kernel))
         return GluonLaunch(self._persistent(kernel, usual), kernel, body, self._text(kernel), cut)
 
@@ -244,6 +244,8 @@ class Program:
         source = product_source(trial, "", "", 1, natural, None)  # tells the unit of its columns
         facts = Facts.of(source, kernel.product, self.dtypes[left].itemsize)
         cut = cut or default(facts, self.target)
+        if any(size & (size - 1) for size in (cut.BM, cut.BN, cut.BK)):
+            raise Unsupported(f"tiles of {cut.BM} x {cut.BN} x {cut.BK}, not all powers of two")
         fitted = cut.fitted(layout.lanes, source.unit)
         if fitted is None:
             raise Unsupported(f"groups of {source.unit} columns in one part of a tile")
@@ -349,6 +351,11 @@ class Program:
             assert isinstance(launch, ProductLaunch)
             width = launch.configuration.BN * (2 if layout.product_is_half else 1)
         return columns, width * columns // layout.width
+
+
+def _plain(cut: Configuration) -> Configuration:
+    """A pingpong configuration as the plain template has it, whose tiles are powers of two."""
+    return replace(cut, BM=128, pingpong=False)
 
 
 def usable(name: str) -> bool:

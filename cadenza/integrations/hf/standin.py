@@ -24,7 +24,9 @@ class StandIn:
     forward = None  # code that asks whether it is its own class's forward finds that it is not
 
     def __init__(self, module: nn.Module, **parts: Any) -> None:
-        self.__dict__.update(parts, stands_for=module)
+        self.stands_for = module
+        for name, part in parts.items():  # torch.compile follows no update of __dict__
+            setattr(self, name, part)
 
     def __getattr__(self, name: str) -> Any:
         if name == "stands_for":  # nothing is there yet: this is being copied

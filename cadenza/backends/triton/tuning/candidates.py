@@ -48,7 +48,6 @@ HOPPER_MORE = (
     Configuration(256, 128, 64, warps=8, stages=3, parts=4),
     Configuration(64, 256, 64, warps=4, stages=4, parts=4),
     Configuration(128, 64, 64, warps=4, stages=6, parts=1),
-    Configuration(128, 192, 64, warps=8, stages=3, parts=4),
 )
 BLACKWELL = (
     *(c for c in HOPPER if not c.pingpong),

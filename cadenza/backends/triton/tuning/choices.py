@@ -206,10 +206,8 @@ def _times(
         if not entrants:
             return found
         index = setting.device.index or 0
-        task, start = Measure(index, [contest.calls[n] for n in entrants], seconds), monotonic()
         try:
-            answers = WORKERS.ask(task, seconds + LAUNCHING, MEASURE)
-            log.debug("launched %d candidates in %.1f s", len(entrants), monotonic() - start)
+            answers = _launched(Measure(index, [contest.calls[n] for n in entrants], seconds))
         except Hangs as error:
             said = error.said if isinstance(error.said, int) else len(entrants)
             if said >= len(entrants):  # it is not known which
@@ -219,6 +217,17 @@ def _times(
         for number, answer in zip(entrants, answers, strict=True):
             found[number] = answer
         return found
+
+
+def _launched(task: Measure) -> list[float | str]:
+    """The µs of each candidate, or why there are none. Raises Hangs."""
+    heard = [monotonic()]
+    answers: list[float | str] = WORKERS.ask(
+        task, task.seconds + LAUNCHING, MEASURE, lambda said: heard.append(monotonic())
+    )
+    taken = monotonic() - heard[0], heard[-1] - heard[0]
+    log.debug("launched %d candidates in %.1f s, each once in %.1f s", len(answers), *taken)
+    return answers
 
 
 def _entry(contest: Contest, times: Sequence[float | str], how: str) -> dict[str, Any] | None:

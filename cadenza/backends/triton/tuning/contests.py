@@ -156,8 +156,10 @@ def contests_of(plan: Plan, text: PairText | None, setting: Setting, full: bool)
             assert step.source is not None
             contest.title = step.source.text.split("\n", 1)[0].strip('"')
             for choice, steps in offers[step]:
-                contest.choices.append(choice)
-                contest.calls.append(sketch.trial(steps))
+                calls = sketch.trial(steps)
+                if calls not in contest.calls:  # one that falls to another template may be there
+                    contest.choices.append(choice)
+                    contest.calls.append(calls)
         sketch.run(step)
     return list(starts.values())
 
