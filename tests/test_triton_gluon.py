@@ -201,6 +201,30 @@ def test_plain_functions_that_serve_both_are_not_written_twice() -> None:
     assert {"tanh", "maximum", "uniform", "merged_moments"} <= set(shared)
 
 
+def test_kernels_have_one_key_in_every_process() -> None:
+    """In whatever order a process meets kernels: else each would compile them again."""
+    texts = [
+        text
+        for launch in of_block("llama")
+        if isinstance(launch, GluonLaunch)
+        for text in (launch.source.text, launch.otherwise.source.text)
+    ]
+    code = (
+        "import sys, json; from cadenza.backends.triton import modules\n"
+        "for t in json.load(sys.stdin): print(modules.digest(t), modules.function(t).cache_key)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code], input=json.dumps(order), check=True, text=True,
+            capture_output=True, env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        ).stdout.splitlines()
+        for order in (texts, texts[::-1])
+    ]  # fmt: skip
+    assert len(set(found[0])) > 10
+    assert sorted(found[0]) == sorted(found[1])
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

@@ -137,7 +137,7 @@ LEAVES: dict[Op, Callable[..., Tensor]] = {
 }
 
 # The same function run on tensors: dtypes are torch's, shapes those of the tensor at hand.
-PLAIN: dict[Op, Callable[..., Any]] = MEANING | {
+TENSORS: dict[Op, Callable[..., Any]] = MEANING | {
     Op.CAST: lambda x, dtype: x.to(getattr(torch, dtype)),
     Op.COLUMN_INDEX: lambda x: torch.arange(x.shape[1], device=x.device)[None],
     Op.ROW_INDEX: lambda x: torch.arange(x.shape[0], device=x.device)[:, None],
@@ -145,13 +145,18 @@ PLAIN: dict[Op, Callable[..., Any]] = MEANING | {
 }
 
 
+# By name, with whether Python's numbers are taken: torch.compile follows no hash but str's.
+_OF_NAME = {op.name: (function, op in NUMBERS) for op, function in TENSORS.items()}
+
+
 def evaluate(op: Op, values: Sequence[Any], attributes: dict[str, Any]) -> Any:
     """One operation on tensors with torch's own dtypes: what `lang` does outside of a trace."""
-    if op not in NUMBERS:
+    function, numbers = _OF_NAME[op.name]
+    if not numbers:
         values = [
             v if isinstance(v, Tensor) or op is Op.RANDOM else _like(values, v) for v in values
         ]
-    return PLAIN[op](*values, **attributes)
+    return function(*values, **attributes)
 
 
 def _like(values: Sequence[Any], number: float) -> Tensor:

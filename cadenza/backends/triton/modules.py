@@ -22,6 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from cadenza.backends.triton import templates
+
 log = logging.getLogger("cadenza")
 
 
@@ -57,7 +59,23 @@ def function(text: str) -> Any:
     # Triton asks for the source of a function by its file: it gets this text, whatever is there.
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
+    _settle(module)
     return module.kernel
+
+
+def _settle(module: ModuleType) -> None:
+    """Has Triton digest a module's functions in the order of their text, those it calls first.
+
+    The digest of a function holds the constants of what it calls only where that was digested
+    before (in Triton 3.6): the order decides under which key a kernel is kept, and would
+    differ from process to process.
+    """
+    for value in vars(module).values():
+        if isinstance(value, ModuleType) and value.__name__.startswith(templates.__name__):
+            _settle(value)
+    for value in vars(module).values():
+        if callable(value) and not isinstance(value, type):
+            getattr(value, "cache_key", None)
 
 
 def written(text: str) -> Path:

@@ -43,7 +43,12 @@ class Stream:
             return NotImplemented
         return Stream(None, self, branch)
 
-    __radd__ = __add__
+
+class _Branch:
+    """What is added to a stream, from either side."""
+
+    def __add__(self, stream: Any) -> Stream:
+        return stream + self if isinstance(stream, Stream) else NotImplemented
 
 
 class Normed:
@@ -53,7 +58,7 @@ class Normed:
         self.stream, self.path = stream, path
 
 
-class Done:
+class Done(_Branch):
     """A branch that the model's own modules computed, `[..., D]`."""
 
     def __init__(self, run: Run, value: Tensor) -> None:
@@ -70,7 +75,7 @@ class Done:
         return stream.tensor + self.value
 
 
-class Output:
+class Output(_Branch):
     """Attention's branch before its output projection: y `[..., A]`."""
 
     def __init__(self, run: Run, y: Tensor) -> None:
@@ -98,7 +103,7 @@ class Output:
         )  # fmt: skip
 
 
-class FeedForward:
+class FeedForward(_Branch):
     """The feed-forward's branch, before anything of it is computed."""
 
     def __init__(self, run: Run, source: Stream | Normed) -> None:
