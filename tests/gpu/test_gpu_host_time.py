@@ -80,28 +80,39 @@ class Timed:
 
 
 class Allocating(torch.autograd.Function):
-    """Allocates what a program's outputs and gradients need, and computes nothing."""
+    """Allocates what a program's outputs and gradients need, and computes nothing.
+
+    It takes as many tensors as the program, and keeps as many for backward.
+    """
 
     @staticmethod
-    def forward(ctx, shapes, *tensors):
-        ctx.save_for_backward(*tensors)
+    def forward(ctx, shapes, kept, *tensors):
+        ctx.save_for_backward(*[tensors[n % len(tensors)] for n in range(kept)])
+        ctx.needed = [n for n, t in enumerate(tensors) if t.requires_grad]
+        ctx.tensors = tensors
         return tuple(torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in shapes)
 
     @staticmethod
     def backward(ctx, *given):
-        return None, *map(torch.empty_like, ctx.saved_tensors)
+        assert ctx.saved_tensors
+        found = [None] * (2 + len(ctx.tensors))
+        for n in ctx.needed:
+            found[2 + n] = torch.empty_like(ctx.tensors[n])
+        return tuple(found)
 
 
 class Bare:
     """What torch needs for a call like a timed one."""
 
     def __init__(self, timed):
-        self.timed = timed
-        self.shapes = [(y.shape, y.dtype) for y in timed.forward()]
+        self.timed, outputs = timed, timed.forward()
+        self.shapes = [(y.shape, y.dtype) for y in outputs]
+        self.kept = len(outputs[0].grad_fn.saved_tensors)
+        self.given = [v for v in timed.leaves.values() if isinstance(v, torch.Tensor)]
 
     def forward(self):
         """A call under autograd; its outputs."""
-        return Allocating.apply(self.shapes, *self.timed.needed)
+        return Allocating.apply(self.shapes, self.kept, *self.given)
 
     def both(self):
         """A call and its backward."""
