@@ -40,7 +40,7 @@ PACKAGES = {
     # Beside our own: what `cadenza bench` measures where it is installed.
     "tools": TENSORS
     | {"safetensors", "rich", "typer", "matplotlib"}
-    | {"liger_kernel", "flashinfer"}
+    | {"liger_kernel", "flashinfer", "transformers"}
     # What reads a tokenizer.json for `cadenza train`; without it bytes are tokens.
     | {"tokenizers"},
     "__main__": frozenset(),

@@ -40,6 +40,8 @@ class StockMlp(nn.Module):
 class StockAttention(nn.Module):
     """Causal attention; q_norm and k_norm, where there are any, by head or over the row."""
 
+    softcap: float | None = None
+
     def __init__(self, sizes: dict, biases: tuple[bool, bool], norms: dict | None) -> None:
         super().__init__()
         self.head_dim, self.interleaved = sizes["head_dim"], sizes["interleaved"]
@@ -86,6 +88,8 @@ class StockAttention(nn.Module):
             z.repeat_interleave(query.shape[1] // z.shape[1], dim=1) for z in (key, value)
         )
         scores = query @ key.transpose(-1, -2) / self.head_dim**0.5
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
         seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril() if mask is None else mask
         mixed = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
         return self.o_proj(mixed.transpose(1, 2).flatten(-2))

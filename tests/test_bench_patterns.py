@@ -178,7 +178,8 @@ def test_each_primitive_changes_what_is_computed():
 
 
 def test_every_suite_has_cases_and_variants():
-    assert list(SUITES) == ["kernels", "layer", "loss", "accuracy", "primitives", "host"]
+    programs = ["kernels", "layer", "loss", "accuracy", "primitives", "host"]
+    assert list(SUITES) == [*programs, "model", "model-accuracy", "model-loss"]
     for suite in SUITES.values():
         assert suite.variants[0] == "ours"
         assert all(suite.sizes(pattern) for pattern in suite.patterns)

@@ -72,15 +72,16 @@ def test_revert_gives_everything_back(family):
     assert not runs_programs(model, **batch())
 
 
-def test_weights_of_one_product_share_storage_until_something_moves_them():
+def test_weights_of_one_product_share_storage_until_something_replaces_them():
     model, twin = pair()
     report = cz.accelerate(model)
     assert is_shared(model) == [True] * 4
     assert str(report).endswith(SHARED)
     model.load_state_dict(twin.state_dict())
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert is_shared(model) == [True] * 4
     model.to(torch.float64).to(torch.float32)
+    assert is_shared(model) == [True] * 4
+    model.load_state_dict(twin.state_dict(), assign=True)
     assert is_shared(model) == [False] * 4
     assert str(report).endswith(
         "0 of 2 layers have the weights of one product in one storage; the others' are copied "
@@ -99,9 +100,23 @@ def _fresh():
 
 def test_gradients_are_the_same_by_copies_and_by_one_storage():
     model, copied = _fresh(), copy.deepcopy(_fresh())
+    assert is_shared(copied) == [True] * 4
+    for weight in copied.parameters():
+        weight.data = weight.data.clone()
     assert is_shared(copied) == [False] * 4
     found, expected = outcome(copied, **batch()), outcome(model, **batch())
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_biases_of_one_product_share_storage_too():
+    model, twin = pair("qwen2")
+    cz.accelerate(model)
+    assert is_shared(model) == [True] * 6
+    found, expected = outcome(model, **batch()), outcome(copy.deepcopy(model), **batch())
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    cz.revert(model)
+    assert_same_state(model, twin)
+    assert len({place for place, _ in storages(model).values()}) == len(storages(twin))
 
 
 def test_weights_that_do_not_own_their_memory_stay_where_they_are():

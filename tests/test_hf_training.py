@@ -69,7 +69,9 @@ def test_compiled_in_one_graph_without_masked_attention(family, quiet):
     cz.accelerate(model)
     found, nodes = captured(model, **batch(4, 20))
     assert_near(unprefixed(found), outcome(twin, **batch(4, 20)))
-    assert sum("cadenza" in str(node.target) for node in nodes) == 2 * 2 + 2
+    programs = [node for node in nodes if "cadenza" in str(node.target)]
+    added = [node for node in programs if "cadenza.sum" in str(node.target)]
+    assert len(programs) - len(added) == 2 * 2 + 2
     # Gemma 2 bounds its scores, which PyTorch's attention can't do in the newest release.
     assert masks(nodes) == [False] * 2 or (family == "gemma2" and masks(nodes) == [])
 

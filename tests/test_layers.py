@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from programs import assert_same, error_of
+from scores import seen_tokens
 from stock_layers import MAKES, StockLayer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import cadenza as cz
+from cadenza.core.errors import ProgramError
 from cadenza.library.nn.architecture import ARCHITECTURES, Architecture
 
 SIZES = {"width": 16, "heads": 4, "key_value_heads": 2, "head_dim": 6}
@@ -91,6 +93,40 @@ def test_layers_in_a_row_hand_their_sums_on(make):
     stream, squares = layers[0](x, None, *tables)
     stream, _ = layers[1](stream, squares, *tables)
     torch.testing.assert_close(stream, twins[1](twins[0](x, tables), tables))
+
+
+LOOKING = {
+    "mistral": {"attention_window": 3},
+    "gemma2": {"attention_window": 3, "attention_softcap": 0.5},
+    "gemma3": {"attention_window": 1},
+    "llama": {"attention_softcap": 2.0},
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("make", LOOKING)
+def test_windows_and_softcaps_are_the_twins(make, packed):
+    layer, twin = pair(make)
+    numbers = LOOKING[make]
+    layer.self_attn.architecture = replace(layer.architecture, **numbers)
+    twin.self_attn.softcap = numbers.get("attention_softcap")
+    x = torch.randn(1 if packed else 2, 7, 16, dtype=torch.float64, requires_grad=True)
+    sequence = torch.tensor([0, 0, 0, 0, 1, 1, 1]) if packed else None
+    ends = {"cumulative_lengths": torch.tensor([0, 4, 7])} if packed else {}
+    tables = tables_of(make, x.shape[0], 7)
+    seen = seen_tokens(7, numbers.get("attention_window"), sequence)
+    expected = outcome(twin(x, tables, seen), twin, x)
+    found = outcome(layer(x, None, *tables, **ends)[0], layer, x)
+    assert_same(by_name(found), by_name(expected), floor=10.0)
+    assert not torch.allclose(expected["stream"], twin(x, tables_of(make, x.shape[0], 7)))
+
+
+@pytest.mark.parametrize("number", [{"attention_window": 0}, {"attention_softcap": -1.0}], ids=str)
+def test_windows_and_softcaps_that_mean_nothing(number):
+    make = replace(Architecture.named("gemma2"), **number)
+    layer = cz.nn.DecoderLayer(16, 4, 2, FEED_FORWARD, architecture=make, head_dim=6)
+    with pytest.raises(ProgramError, match=next(iter(number)).removeprefix("attention_")):
+        layer(torch.randn(1, 4, 16), None, *(t.float() for t in tables_of("gemma2", 1, 4)))
 
 
 @pytest.mark.parametrize("make", ["llama", "olmo2"])

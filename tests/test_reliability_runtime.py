@@ -180,17 +180,20 @@ def kept_by(module, *given):
 
 def test_38_a_layer_keeps_what_its_formula_says(monkeypatch):
     """M rows of A, what attention gives, D each of x1 and of the stream that the next layer gets,
-    2F of raw gate and up, and one number; and (N + 2F) · D of weights that were joined for one
-    product. What attention keeps is its own.
+    2F of raw gate and up, and one number. Weights of one product lie together; where they don't,
+    (N + 2F) · D of them, copied together. What attention keeps is its own.
     """
     monkeypatch.setattr(decoder, "causal_attention", lambda qkv, **_: qkv[..., :HEADS].clone())
     layer = pair("llama")[0].float()
     tables = [table.float() for table in tables_of("llama", 4, 10)]
     x = torch.randn(4, 10, WIDTH, requires_grad=True)
-    found = kept_by(layer, x, x.square().sum(-1, keepdim=True), *tables)
+    given = x, x.square().sum(-1, keepdim=True), *tables
     matrices = ROWS * (HEADS + 2 * WIDTH + 2 * FEED_FORWARD)
+    assert kept_by(layer, *given) == FLOAT * (matrices + ROWS)
+    for weight in layer.parameters():
+        weight.data = weight.data.clone()
     weights = (COLUMNS + 2 * FEED_FORWARD) * WIDTH
-    assert found == FLOAT * (matrices + weights + ROWS)
+    assert kept_by(layer, *given) == FLOAT * (matrices + weights + ROWS)
 
 
 def test_38_a_stock_layer_keeps_more():

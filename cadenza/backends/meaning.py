@@ -137,7 +137,7 @@ LEAVES: dict[Op, Callable[..., Tensor]] = {
 }
 
 # The same function run on tensors: dtypes are torch's, shapes those of the tensor at hand.
-TENSORS: dict[Op, Callable[..., Any]] = MEANING | {
+PLAIN: dict[Op, Callable[..., Any]] = MEANING | {
     Op.CAST: lambda x, dtype: x.to(getattr(torch, dtype)),
     Op.COLUMN_INDEX: lambda x: torch.arange(x.shape[1], device=x.device)[None],
     Op.ROW_INDEX: lambda x: torch.arange(x.shape[0], device=x.device)[:, None],
@@ -146,7 +146,7 @@ TENSORS: dict[Op, Callable[..., Any]] = MEANING | {
 
 
 # By name, with whether Python's numbers are taken: torch.compile follows no hash but str's.
-_OF_NAME = {op.name: (function, op in NUMBERS) for op, function in TENSORS.items()}
+_OF_NAME = {op.name: (function, op in NUMBERS) for op, function in PLAIN.items()}
 
 
 def evaluate(op: Op, values: Sequence[Any], attributes: dict[str, Any]) -> Any:

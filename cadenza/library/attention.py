@@ -1,16 +1,25 @@
 """The attention between two programs: PyTorch's own, causal, by sequence where several are packed.
 
 Cadenza has no attention kernel. A plain causal batch is asked for by `is_causal`, never by a mask,
-so PyTorch takes its fastest kernel.
+and runs on the kernel that was measured to be fastest (attention_choice.py). Windows and packed
+sequences need no mask either where PyTorch has a kernel for them (attention_packed.py).
 """
 
 from __future__ import annotations
+
+from operator import index
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cadenza.core.errors import ProgramError
+from cadenza.library import attention_packed as packed
+from cadenza.library.attention_choice import chosen
+from cadenza.library.attention_heads import Heads
+from cadenza.library.attention_race import EXPANDED, preferring, scaled
+from cadenza.library.autocast import autocast_dtype, without_autocast
 from cadenza.library.rotary import packed_sequences
 
 
@@ -20,71 +29,158 @@ def causal_attention(
     heads: int,
     key_value_heads: int | None = None,
     cumulative_lengths: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Causal attention of grouped heads: qkv `[B, S, N]` to `[B, S, heads · head_dim]`.
 
-        y = softmax(scale · q · kᵀ + mask) · v, of each head; dropout on the softmax
+        y = softmax(capped(scale · q · kᵀ) + mask) · v, of each head; dropout on the softmax
 
     qkv is what `qkv_projection` returns: `heads` query heads, then `key_value_heads` (default:
     `heads`) key heads, then as many value heads. scale is 1 / √head_dim by default.
 
     `cumulative_lengths` `[sequences + 1]`, whole numbers from 0 up to B · S, say where sequences
     start that are packed into all B · S tokens in order; a token then sees those before it in its
-    own sequence. This takes a mask `[B · S, B · S]`; without it there is none.
+    own sequence. With `window`, it sees itself and the window − 1 tokens before it. Where PyTorch
+    has no kernel for these (in float32, with dropout, on a CPU) they take a mask: `[B · S, B · S]`
+    for packed sequences, `[S, S]` for windows alone.
 
-    Raises ProgramError for shapes that don't fit, and on a CPU for lengths that don't.
+    `softcap` c makes scores s c · tanh(s / c), as in Gemma 2. PyTorch has no kernel for it: scores
+    are held in float32, about 10 bytes for each pair of tokens of each head until backward.
+
+    Raises ProgramError for shapes and numbers that don't fit. Lengths are looked at on a CPU, and
+    on a GPU where that spares the mask: once for each tensor, for which the GPU is waited.
     """
-    key_value_heads = heads if key_value_heads is None else key_value_heads
-    head_dim = _head_dim(qkv, heads, key_value_heads)
-    batch, length = qkv.shape[:2]
-    mask = None
+    shared = Heads.of(qkv, heads, heads if key_value_heads is None else key_value_heads)
+    window = _window(window)
+    options = _Options(scale, _softcap(softcap), dropout)
+    length = qkv.shape[1]
     if cumulative_lengths is not None:
-        mask = _mask(cumulative_lengths, batch * length)
-        qkv = qkv.reshape(1, batch * length, qkv.shape[2])
-    apart = qkv.unflatten(-1, (-1, head_dim)).transpose(1, 2)
-    query, key, value = apart.split((heads, key_value_heads, key_value_heads), dim=1)
-    mixed = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
-        scale=scale, enable_gqa=heads != key_value_heads,
-    )  # fmt: skip
-    return mixed.transpose(1, 2).reshape(batch, length, heads * head_dim)
+        return _packed(qkv, shared, cumulative_lengths, window, options)
+    if window is not None and window < length:
+        return _windowed(qkv, shared, window, options)
+    if softcap is not None:
+        return _capped(qkv, shared, _seen(length, qkv.device), options)
+    order = () if dropout else chosen(qkv, shared)
+    with preferring(order):
+        return scaled(qkv, shared, order[:1] == (EXPANDED,), is_causal=True, **options.stock())
 
 
-def _head_dim(qkv: Tensor, heads: int, key_value_heads: int) -> int:
-    """Columns of one head."""
-    parts = heads + 2 * key_value_heads
-    fits = min(heads, key_value_heads) > 0 and heads % max(key_value_heads, 1) == 0
-    if qkv.dim() != 3 or not fits or qkv.shape[2] % parts:
+class _Options(NamedTuple):
+    """What scores are multiplied by and capped at, and the probability of dropout."""
+
+    scale: float | None
+    softcap: float | None
+    dropout: float
+
+    def stock(self) -> dict[str, float | None]:
+        """Those that PyTorch's function takes."""
+        return {"scale": self.scale, "dropout_p": self.dropout}
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is neither softcap nor dropout."""
+        return self.softcap is None and not self.dropout
+
+
+def _packed(
+    qkv: Tensor, heads: Heads, lengths: Tensor, window: int | None, options: _Options
+) -> Tensor:
+    """Of several sequences in all rows together."""
+    total = qkv.shape[0] * qkv.shape[1]
+    if options.plain and packed.serves(qkv, heads):
+        sequences = packed.sequences_of(lengths, total, qkv.device)
+        mixed = packed.attend(qkv, heads, sequences, window, options.scale)
+        if mixed is not None:
+            return mixed
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        packed.check_lengths(lengths, total)
+    packed.check_form(lengths, total)
+    sequence = packed_sequences(lengths.to(qkv.device), total)
+    seen = _seen(total, qkv.device, window, sequence)
+    mixed = _masked(qkv.reshape(1, total, qkv.shape[2]), heads, seen, options)
+    return mixed.reshape(*qkv.shape[:2], mixed.shape[2])
+
+
+def _windowed(qkv: Tensor, heads: Heads, window: int, options: _Options) -> Tensor:
+    """Of one sequence a row, each token of which sees few before it."""
+    batch, length = qkv.shape[:2]
+    if options.plain and packed.serves(qkv, heads):
+        sequences = packed.equal_sequences(batch, length, qkv.device)
+        mixed = packed.attend(qkv, heads, sequences, window, options.scale)
+        if mixed is not None:
+            return mixed
+    return _masked(qkv, heads, _seen(length, qkv.device, window), options)
+
+
+# --- by a mask ------------------------------------------------------------------------------------
+
+
+def _seen(
+    length: int, device: torch.device, window: int | None = None, sequence: Tensor | None = None
+) -> Tensor:
+    """Which tokens each token sees, `[length, length]`; sequence `[length]` is that of each."""
+    place = torch.arange(length, device=device)
+    back = place[:, None] - place
+    seen = back >= 0
+    if window is not None:
+        seen = seen & (back < window)
+    return seen if sequence is None else seen & (sequence[:, None] == sequence)
+
+
+def _masked(qkv: Tensor, heads: Heads, seen: Tensor, options: _Options) -> Tensor:
+    if options.softcap is not None:
+        return _capped(qkv, heads, seen, options)
+    # With a mask, PyTorch's kernels on a GPU don't share heads: it would hold all scores instead.
+    expanded = heads.grouped and qkv.device.type == "cuda"
+    return scaled(qkv, heads, expanded, attn_mask=seen, **options.stock())
+
+
+def _capped(qkv: Tensor, heads: Heads, seen: Tensor, options: _Options) -> Tensor:
+    """The formula itself, scores in float32 at least."""
+    assert options.softcap is not None
+    name = autocast_dtype(qkv)
+    qkv = qkv if name is None or qkv.dtype == torch.float64 else qkv.to(getattr(torch, name))
+    query, key, value = heads.by_head(qkv)
+    scale = heads.columns**-0.5 if options.scale is None else options.scale
+    wide = torch.promote_types(qkv.dtype, torch.float32)
+    with without_autocast(qkv):
+        # The query heads of one key head are rows of one product: keys and values stay as they are.
+        rows = query.unflatten(1, (heads.keys, heads.group)).flatten(2, 3).to(wide)
+        scores = (rows @ key.to(wide).mT).unflatten(2, (heads.group, -1))
+        scores = options.softcap * torch.tanh(scores * (scale / options.softcap))
+        scores = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        weights = F.dropout(scores, options.dropout).to(qkv.dtype).flatten(2, 3)
+        mixed = (weights @ value).unflatten(2, (heads.group, -1)).flatten(1, 2)
+    return mixed.transpose(1, 2).flatten(2)
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+def _window(window: int | None) -> int | None:
+    """The window, a number also where sizes are symbols. Raises ProgramError for what is none."""
+    if window is None:
+        return None
+    if not isinstance(window, int) or window < 1:
         raise ProgramError(
-            "causal_attention of heads that don't fit",
-            found=f"qkv {list(qkv.shape)}, {heads=}, {key_value_heads=}",
-            expected="[B, S, (heads + 2 * key_value_heads) * head_dim], and heads a multiple of "
-            "key_value_heads",
-            write="qkv as qkv_projection returns it, of x [B, S, D]",
+            "a window that is no number of tokens",
+            found=f"window={window!r}",
+            expected="a whole number from 1 on: a token sees itself, and window - 1 before it",
+            write="window=4096, or None to see all",
         )
-    return qkv.shape[2] // parts
+    return index(window)
 
 
-def _mask(cumulative_lengths: Tensor, total: int) -> Tensor:
-    """Which tokens each token sees: those of its sequence up to itself, `[total, total]`."""
-    _check_lengths(cumulative_lengths, total)
-    sequence = packed_sequences(cumulative_lengths, total)
-    return (sequence[:, None] == sequence[None, :]).tril()
-
-
-def _check_lengths(lengths: Tensor, total: int) -> None:
-    """Raises ProgramError; what the lengths are is asked on a CPU only, where it costs no wait."""
-    known = lengths.dim() == 1 and not (lengths.is_floating_point() or lengths.is_complex())
-    if known and lengths.device.type == "cpu" and not torch.compiler.is_compiling():
-        ends = lengths.tolist()
-        known = len(ends) > 1 and ends[0] == 0 and ends[-1] == total and ends == sorted(ends)
-    if not known:
-        shown = lengths.tolist() if lengths.numel() < 20 else list(lengths.shape)
+def _softcap(softcap: float | None) -> float | None:
+    """The softcap. Raises ProgramError for a number that scores can't stay below."""
+    if softcap is not None and not softcap > 0:
         raise ProgramError(
-            "cumulative lengths that don't cut the tokens into sequences",
-            found=f"{shown} of {lengths.dtype}, for {total} tokens",
-            expected=f"whole numbers [sequences + 1], ascending from 0 to {total}",
-            write="F.pad(lengths.cumsum(0), (1, 0)) of the sequences' lengths",
+            "a softcap that scores can't stay below",
+            found=f"softcap={softcap!r}",
+            expected="a positive number",
+            write="softcap=50.0, or None for none",
         )
+    return softcap

@@ -199,12 +199,13 @@ class Epilogue(Program):
 
     def __init__(self, function: Function, shapes: Shapes = None) -> None:
         own, _ = _parameters(function)
-        if not own:
+        if own[:2] in ((), ("x", "w")):
+            rest = ", ".join(own[2:]) or "..."
             raise ProgramError(
                 "an epilogue without an accumulator",
-                found=f"{function.__name__}()",
+                found=f"{function.__name__}({', '.join(own)})",
                 expected="a first parameter, for the product",
-                write=f"def {function.__name__}(acc, ...)",
+                write=f"def {function.__name__}(acc, {rest}); @cz.block is for one of x and w",
                 where=location(function),
             )
         taken = set(own)

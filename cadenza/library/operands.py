@@ -48,7 +48,8 @@ def checked_shapes(shapes: Any, parameters: Sequence[str], where: str) -> dict[s
     raise ProgramError(
         "shapes that don't declare operands",
         found=found if isinstance(shapes, Mapping) else repr(shapes),
-        expected=f"two sizes for some of {', '.join(parameters)}: numbers, names, their products",
+        expected=f"two sizes, a space between, for some of {', '.join(parameters)}: "
+        "numbers, names, their products",
         write="shapes={'x': 'M D', 'w': '2*F D', 'rstd': 'M 1', 'bias': '1 N'}",
         where=where,
     )

@@ -8,7 +8,9 @@ from calls import BRAIN, SINGLE, check_same, launches
 from hf_models import assert_as_good, batch, each_family, outcome, pair, wider
 
 import cadenza as cz
+from cadenza.backends.triton.tuning import records
 from cadenza.integrations.hf.weights import joined
+from cadenza.library import attention_choice
 
 pytestmark = pytest.mark.gpu
 LENGTH = 129
@@ -67,6 +69,23 @@ def test_compiled_in_one_graph(family, place):
         ours = {"logits": compiled(**given).logits}
     assert len(made), "nothing ran by Triton"
     assert_as_good(ours, {"logits": twin(**given).logits}, exact, BRAIN)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
+def test_attention_runs_on_the_kernel_that_was_measured(family, place, monkeypatch, tmp_path):
+    monkeypatch.setenv("CADENZA_CACHE", str(tmp_path))
+    for name in ("_decided", "_entries", "_planned"):
+        monkeypatch.setattr(attention_choice, name, {})
+    model, twin = accelerated_pair(place, family, BRAIN)
+    given = batch(2, LENGTH, place.device)
+    exact = outcome(copy.deepcopy(twin).double(), **given)
+    stock = outcome(twin, **given)
+    assert not records.read(attention_choice.TABLE)
+    monkeypatch.setattr(attention_choice, "_mode", lambda: "first")  # kernels of programs stay
+    for _ in range(2):
+        assert_as_good(outcome(model, **given), stock, exact, BRAIN)
+    [entry] = records.read(attention_choice.TABLE).values()
+    assert (entry["batch"], entry["length"]) == (2, 256)
 
 
 def test_generation_takes_the_path_of_the_twin(place):

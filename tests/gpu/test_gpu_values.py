@@ -143,10 +143,16 @@ def interleaved(x, w, y):
     return L.join(a * b, L.maximum(a, b), 4), L.group_sum(a - b, 16)
 
 
+def grouped(x, w, y):
+    """Statistics of groups, of float32 whatever the product's dtype, and what comes back to them."""
+    z = L.linear(x, w) - y
+    return z, L.group_max(z, 32), L.group_sum(z, 32)
+
+
 @pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", [BRAIN, SINGLE], ids=str)
 @pytest.mark.parametrize("width", [64, 40])
-@pytest.mark.parametrize("function", [residual, gated, chained, interleaved])
+@pytest.mark.parametrize("function", [residual, gated, chained, interleaved, grouped])
 def test_whole_numbers_are_exact(function, width, dtype, place):
     place.allows(dtype)
     program, rows = cz.block(function), place.rows(129)

@@ -17,6 +17,7 @@ import re
 import shutil
 import stat
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -75,7 +76,8 @@ def _settle(module: ModuleType) -> None:
             _settle(value)
     for value in vars(module).values():
         if callable(value) and not isinstance(value, type):
-            getattr(value, "cache_key", None)
+            with suppress(RuntimeError):  # what can't be digested, a launch will say
+                getattr(value, "cache_key", None)
 
 
 def written(text: str) -> Path:

@@ -25,7 +25,12 @@ from cadenza.integrations.hf.replace import (
 from cadenza.integrations.hf.report import Entry, Report
 from cadenza.integrations.hf.standin import forget_functions
 from cadenza.integrations.hf.trial import agrees
-from cadenza.integrations.hf.weights import Sharing, part_storage, share_storage
+from cadenza.integrations.hf.weights import (
+    Sharing,
+    layer_groups,
+    part_storage,
+    share_storage,
+)
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 DOES = {
@@ -96,7 +101,7 @@ def _layer(path: str, layer: nn.Module, tried: dict[Any, bool]) -> Entry:
         return Entry(path, kind, (), (str(reason),))
     parts = usable(layer, plan)
     if parts:
-        accelerate_module(layer, plan, layer_forward)
+        accelerate_module(layer, plan, layer_forward, layer_groups)
         share_storage(layer, plan)
     left = tuple(f"{at} {reason}" for at, reason in blocked(layer, plan).items())
     does = {**DOES, "queries": DOES["queries"] if plan.form.rotary else "norm + QKV"}

@@ -3,21 +3,26 @@
 Without padding, positions of its own or a filled cache, a mask says no more than `is_causal` does,
 which is what PyTorch's fastest kernels need. Models drop such a mask themselves in eager mode, not
 where they are compiled, and some of them never. It is dropped before a layer is called, so what
-checkpointing calls again gets the same.
+checkpointing calls again gets the same. A call without a mask then prefers the kernel of PyTorch
+that was measured to be fastest, inside the layer, for the same reason.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from cadenza.integrations.hf.plan import Plan, is_given, module_at
 from cadenza.integrations.hf.replace import PLAN, Forward
 from cadenza.integrations.hf.standin import StandIn
+from cadenza.library.attention_choice import chosen
+from cadenza.library.attention_heads import Heads
+from cadenza.library.attention_race import EXPANDED, preferring
 
 # What makes a batch other than plain, where it is given.
 SPECIAL = (
@@ -90,4 +95,33 @@ def _is_only_causal(layer: nn.Module, plan: Plan, length: int) -> bool:
     ]
     return bool(getattr(attention, "is_causal", False)) and all(
         window is None or length <= window for window in windows
+    )
+
+
+def fastest_kernel(
+    attention: Any, plan: Plan, x: Tensor, given: Mapping[str, Any]
+) -> AbstractContextManager[Any]:
+    """Within, a model's own attention of x `[B, S, D]` runs on PyTorch's fastest causal kernel.
+
+    Where the call is another one than that, PyTorch chooses, as it does without.
+    """
+    if not _asks_for_causal(attention, x, given):
+        return preferring(())
+    order = chosen(x, Heads(plan.heads, plan.key_value_heads, plan.head_dim))
+    return preferring(tuple(name for name in order if name != EXPANDED))
+
+
+def _asks_for_causal(attention: Any, x: Tensor, given: Mapping[str, Any]) -> bool:
+    """Whether the model will call PyTorch's function with `is_causal` alone."""
+    config = getattr(attention, "config", None)
+    dropouts = (
+        getattr(attention, "attention_dropout", 0.0),
+        getattr(getattr(attention, "attn_dropout", None), "p", 0.0),
+    )
+    return (
+        getattr(config, "_attn_implementation", None) == "sdpa"
+        and bool(getattr(attention, "is_causal", False))
+        and given.get(MASK, x) is None
+        and x.shape[1] > 1
+        and not (attention.training and any(dropouts))
     )

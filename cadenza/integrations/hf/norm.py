@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from cadenza.integrations.hf.layer import is_served
-from cadenza.integrations.hf.plan import is_plain
 from cadenza.integrations.hf.replace import PLAN, Forward
 from cadenza.library import programs
+from cadenza.library.weights import is_plain
 
 
 def norm_forward(stock: Any) -> Forward:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from cadenza.integrations.hf.forms import Form
+from cadenza.library.weights import is_plain
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Whose hooks stay on a model once it was asked for attention or hidden states.
@@ -142,11 +142,6 @@ def _is_idle(hook: Any) -> bool:
     return not any("attentions" in name for name in wanted or ())
 
 
-def is_plain(parameter: Tensor) -> bool:
-    """Whether a parameter is a tensor that programs know."""
-    return type(parameter) in (Tensor, nn.Parameter) and parameter.dtype in FLOATS
-
-
 def is_shard(parameter: Tensor) -> bool:
     """Whether a parameter is spread over several devices."""
     return hasattr(parameter, "device_mesh")
@@ -156,8 +151,6 @@ def is_given(value: Any) -> bool:
     """Whether an argument, which may be a tensor, asks for something."""
     return value is not None and value is not False
 
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _TOLD: set[str] = set()
 

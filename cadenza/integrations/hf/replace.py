@@ -9,33 +9,47 @@ pickle holds the stock module.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from cadenza.library.weights import kept_together, put_together
 
 # Attributes of an accelerated module: what is known of it, and what was last warned of.
 PLAN, TOLD = OWN = "_cadenza", "_cadenza_told"
 Forward = Callable[..., Any]
+Groups = Callable[[Any], list[Sequence[Tensor]]]
 _CLASSES: dict[tuple[type, Any], type] = {}
 
 
-def accelerate_module(module: nn.Module, plan: Any, make: Callable[[Any], Forward]) -> None:
-    """Gives a module the forward that `make` makes for its class, and what it needs to know."""
+def _nothing(module: Any) -> list[Sequence[Tensor]]:
+    return []
+
+
+def accelerate_module(
+    module: nn.Module, plan: Any, make: Callable[[Any], Forward], groups: Groups = _nothing
+) -> None:
+    """Gives a module the forward that `make` makes for its class, and what it needs to know.
+
+    `groups` are the weights of the module that stay in one storage when it is moved or copied.
+    """
     stock = getattr(type(module), "accelerates", type(module))
     if (stock, make) not in _CLASSES:
-        _CLASSES[stock, make] = _derived(stock, make(stock))
+        _CLASSES[stock, make] = _derived(stock, make(stock), groups)
     module.__dict__[PLAN] = plan
     module.__class__ = _CLASSES[stock, make]
 
 
-def _derived(stock: Any, forward: Forward) -> type:
+def _derived(stock: Any, forward: Forward, groups: Groups) -> type:
     names = {
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
         "__reduce_ex__": _reduce,
         "__deepcopy__": _copy,
+        "_apply": _apply,
+        "groups_together": groups,
         "accelerates": stock,
         "forward": forward,
     }
@@ -54,7 +68,14 @@ def _copy(module: Any, memo: dict[int, Any]) -> Any:
     copied = object.__new__(type(module))
     memo[id(module)] = copied
     copied.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    for weights in copied.groups_together():
+        put_together(weights)
     return copied
+
+
+def _apply(module: Any, *args: Any, **kwargs: Any) -> Any:
+    with kept_together(module.groups_together):
+        return module.accelerates._apply(module, *args, **kwargs)
 
 
 def is_accelerated(module: nn.Module) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from cadenza.integrations.hf.causal import fastest_kernel
 from cadenza.integrations.hf.plan import Plan
 from cadenza.integrations.hf.standin import StandIn, stock_class
 from cadenza.integrations.hf.stream import Done, FeedForward, Normed, Output, Stream
@@ -165,19 +167,23 @@ class _Attention(StandIn):
     """The place of attention: its own code, between programs."""
 
     def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        run, own = self.run, self.stands_for
-        x = _tensor(hidden_states)
-        if "queries" in run.parts:
-            tables = kwargs["position_embeddings"] if run.plan.form.rotary else None
-            core = StandIn(own, **self._queries(hidden_states, tables), **self._output())
-            found = run.plan.attend(core, x, *args, **kwargs)
-        elif "output" in run.parts:
-            found = stock_class(stands_for(own)).forward(
-                StandIn(own, **self._output()), x, *args, **kwargs
-            )
-        else:
-            found = own(x, *args, **kwargs)
+        run, x = self.run, _tensor(hidden_states)
+        attend = self._attend(hidden_states, kwargs)
+        with fastest_kernel(self.stands_for, run.plan, x, kwargs):
+            found = attend(x, *args, **kwargs)
         return Output(run, found[0]) if "output" in run.parts else Done(run, found[0]), *found[1:]
+
+    def _attend(self, hidden_states: Any, given: Mapping[str, Any]) -> Callable[..., Any]:
+        """The attention's own code, on what programs leave to it."""
+        run, own = self.run, self.stands_for
+        if "queries" in run.parts:
+            tables = given["position_embeddings"] if run.plan.form.rotary else None
+            core = StandIn(own, **self._queries(hidden_states, tables), **self._output())
+            return functools.partial(run.plan.attend, core)
+        if "output" in run.parts:
+            core = StandIn(own, **self._output())
+            return functools.partial(stock_class(stands_for(own)).forward, core)
+        return own
 
     def _queries(self, source: Stream | Normed, tables: Any) -> dict[str, Any]:
         """What stands for the projections: they are done."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from cadenza.library.models.decoder import Decoder
 from cadenza.library.models.decoder_config import DecoderConfig
 from cadenza.library.models.hugging_face import CheckpointError, config_of, fields_of
+from cadenza.library.nn.joint import put_together_all
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -84,6 +85,7 @@ def load_weights(
         names = [n for n in names if n != HEAD or not config.tied]
         model.load_state_dict(_read(file, names, place, dtype), strict=False, assign=True)
     model.tie()
+    put_together_all(model)
     if config.tied and HEAD in stored:
         _check_tied(folder, stored)
     model.saves_head = HEAD in stored

@@ -33,6 +33,9 @@ class Architecture:
     - interleaved: whether rotary pairs are neighbours, (2i, 2i + 1).
     - attention_scale: what scores are multiplied by, 1 / √head_dim by default; branch_scale: what
       each branch is multiplied by before it is added.
+    - attention_window: tokens that each one sees, with itself (Mistral, every other layer of Gemma
+      2, most of Gemma 3), None for all before it; attention_softcap: c of c · tanh(scores / c)
+      (Gemma 2). They are numbers of a model, so no name has them.
     """
 
     norm: str = "rms"
@@ -47,6 +50,8 @@ class Architecture:
     interleaved: bool = False
     attention_scale: float | None = None
     branch_scale: float = 1.0
+    attention_window: int | None = None
+    attention_softcap: float | None = None
 
     def __post_init__(self) -> None:
         _check_word("norm", self.norm, ("rms", "layer"))

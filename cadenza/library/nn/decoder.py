@@ -1,37 +1,35 @@
 """A decoder layer as a unit, with the parameter names and shapes of Hugging Face's models.
 
-Projections stay separate parameters, in torch.nn.Linear modules; they are put together for the
-products that share an operand. A layer ends at its residual stream and the sums of squares of its
-rows; the next layer applies its own norm and QKV, so each weight is used inside its own layer.
+Projections are separate parameters, in torch.nn.Linear modules; those that share an operand lie one
+behind another in memory, and one product takes them as one. A layer ends at its residual stream and
+the sums of squares of its rows; the next layer applies its own norm and QKV, so each weight is used
+inside its own layer.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from cadenza.library import programs
 from cadenza.library.attention import causal_attention
 from cadenza.library.nn.architecture import PLACEMENTS, Architecture
+from cadenza.library.nn.joint import Joint
 from cadenza.library.nn.linear import drawn_seed
 from cadenza.library.nn.norms import RMSNorm, norm_module, norm_options, norm_weight
 from cadenza.library.nn.readable import readable
 from cadenza.library.programs.parts import is_gated
+from cadenza.library.weights import joined_present
 
 
-def _joined(*parts: Tensor | None) -> Tensor | None:
-    """Rows of several weights, or numbers of several biases, as one; None where there is none."""
-    present = [part for part in parts if part is not None]
-    return torch.cat(present) if len(present) > 1 else next(iter(present), None)
-
-
-class FeedForward(nn.Module):
+class FeedForward(Joint):
     """down(activation([gate(x); up(x)])) `[..., width]` to the same, SwiGLU by default.
 
     Without a gated activation there is no gate_proj: down(activation(up(x))).
     """
+
+    joint = ("gate_proj", "up_proj")
 
     def __init__(
         self, width: int, feed_forward: int, *, activation: str = "swiglu", bias: bool = False
@@ -42,6 +40,7 @@ class FeedForward(nn.Module):
             self.gate_proj = nn.Linear(width, feed_forward, bias=bias)
         self.up_proj = nn.Linear(width, feed_forward, bias=bias)
         self.down_proj = nn.Linear(feed_forward, width, bias=bias)
+        self.put_together()
 
     def operands(self) -> dict[str, Any]:
         """What a feed-forward block takes of this module; gate and up as one, if there is a gate.
@@ -52,9 +51,9 @@ class FeedForward(nn.Module):
         ups = [readable(getattr(self, name), nn.Linear) for name in names]
         down = readable(self.down_proj, nn.Linear)
         return {
-            "w_up": _joined(*(up.weight for up in ups)),
+            "w_up": joined_present(up.weight for up in ups),
             "w_down": down.weight,
-            "b_up": _joined(*(up.bias for up in ups)),
+            "b_up": joined_present(up.bias for up in ups),
             "b_down": down.bias,
             "activation": self.activation,
         }
@@ -64,11 +63,13 @@ class FeedForward(nn.Module):
         return programs.feed_forward(x, **self.operands())
 
 
-class Attention(nn.Module):
+class Attention(Joint):
     """The projections of causal grouped-query attention, and attention between them.
 
     `head_dim` is width / heads by default. Raises ValueError for heads that don't fit.
     """
+
+    joint = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self,
@@ -90,6 +91,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, narrow, bias=bias)
         self.v_proj = nn.Linear(width, narrow, bias=bias)
         self.o_proj = nn.Linear(wide, width, bias=self.architecture.output_bias)
+        self.put_together()
         if self.architecture.qk_norm is not None:
             whole = self.architecture.qk_norm == "row"
             offset = self.architecture.norm_offset
@@ -114,7 +116,7 @@ class Attention(nn.Module):
         names = ("q_norm", "k_norm") if self.architecture.qk_norm else ()
         parts = [readable(p, nn.Linear) for p in (self.q_proj, self.k_proj, self.v_proj)]
         return programs.qkv_projection(
-            x, _joined(*(p.weight for p in parts)), _joined(*(p.bias for p in parts)),
+            x, joined_present(p.weight for p in parts), joined_present(p.bias for p in parts),
             cos=cos, sin=sin, squares=squares, head_dim=self.head_dim, heads=self.heads,
             key_value_heads=self.key_value_heads,
             interleaved=self.architecture.interleaved and cos is not None,
@@ -126,13 +128,16 @@ class Attention(nn.Module):
     def forward(self, qkv: Tensor, cumulative_lengths: Tensor | None = None) -> Tensor:
         """Causal attention of rotated heads qkv `[B, S, N]`: `[B, S, heads * head_dim]`.
 
-        `cumulative_lengths` `[sequences + 1]` are where packed sequences start and end.
+        `cumulative_lengths` `[sequences + 1]` are where packed sequences start and end. Window,
+        softcap and scale are the architecture's; ProgramError for numbers that mean nothing.
         """
         return causal_attention(
             qkv,
             heads=self.heads,
             key_value_heads=self.key_value_heads,
             cumulative_lengths=cumulative_lengths,
+            window=self.architecture.attention_window,
+            softcap=self.architecture.attention_softcap,
             scale=self.architecture.attention_scale,
         )
 

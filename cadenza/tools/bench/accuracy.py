@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -43,6 +43,19 @@ class Pooled:
         """By output, in their order by name."""
         relative = {name: math.sqrt(e / r) if r else 0.0 for name, (e, r) in self.sums.items()}
         return {name: float(f"{error:.6g}") for name, error in sorted(relative.items())}
+
+
+class Trials(Protocol):
+    """What is judged: draws, and what each variant and float64 make of one."""
+
+    def draw(self, draw: Draw, sizes: Sizes) -> Any:
+        """The operands of all sides."""
+
+    def oracle(self, drawn: Any) -> Outputs:
+        """The outputs in float64."""
+
+    def trial(self, variant: str) -> Trial:
+        """A variant as a function of a draw."""
 
 
 class KernelTrials:
@@ -106,12 +119,18 @@ def _widened(operands: Mapping[str, Any]) -> dict[str, Any]:
 
 def run(case: Case, bench: Bench) -> list[Record]:
     """A record for each variant: its errors by output, or why there are none."""
+    return judged(
+        LayerTrials() if case.pattern == LAYER else KernelTrials(BY_NAME[case.pattern]), case, bench
+    )
+
+
+def judged(trials: Trials, case: Case, bench: Bench) -> list[Record]:
+    """A record for each variant: its errors by output, or why there are none."""
     torch.compiler.reset()
-    trials = LayerTrials() if case.pattern == LAYER else KernelTrials(BY_NAME[case.pattern])
     known = [variant for variant in bench.variants if variant in ("ours", *TRANSFORMS)]
     ready: dict[str, Trial] = {}
     pools = {variant: Pooled() for variant in known}
-    nothing = failure(Unavailable("accuracy is of ours and of torch alone"))
+    nothing = failure(Unavailable(f"{case.suite} is of ours and of torch alone"))
     failed = {variant: nothing for variant in bench.variants if variant not in known}
     for seed in SEEDS:
         drawn = trials.draw(Draw(case.torch_dtype, bench.device, seed), case.sizes)

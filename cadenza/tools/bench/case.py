@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cadenza.tools.bench.measurement import Effort
+from cadenza.tools.fault import Fault
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Record = dict[str, Any]
@@ -44,12 +45,19 @@ class Case:
 
 
 class Bench(NamedTuple):
-    """How cases are measured: where, which variants, how long, and whom to tell."""
+    """How cases are measured: where, which variants, how long, whom to tell; a text to learn."""
 
     device: torch.device
     variants: Sequence[str]
     effort: Effort
     say: Callable[[str], None]
+    text: str | None = None
+
+
+def no_text(_: Sequence[Case], text: str | None) -> None:
+    """Raises Fault where a text is given."""
+    if text is not None:
+        raise Fault("--text is for the suite model-loss: leave it out, or choose that suite")
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,8 @@ class Suite:
     """Cases of one kind: `sizes` gives those of a pattern by their names.
 
     `changed` are the sizes of a pattern with some of them given. A suite that isn't `timed`
-    doesn't depend on how its calls are spaced.
+    doesn't depend on how its calls are spaced. `check` raises Fault for a text that isn't one for
+    some cases.
     """
 
     name: str
@@ -68,3 +77,4 @@ class Suite:
     run: Callable[[Case, Bench], list[Record]]
     dtypes: tuple[str, ...] = ("bf16",)
     timed: bool = True
+    check: Callable[[Sequence[Case], str | None], None] = no_text

@@ -21,14 +21,14 @@ REASON = 300  # characters of why a variant failed that are kept
 
 def contest(make: Callable[[Case, torch.device], Stage], case: Case, bench: Bench) -> list[Record]:
     """A record for each variant: its times, or why there are none."""
-    _forget()
+    forget()
     stage = make(case, bench.device)
     with torch.set_grad_enabled(stage.gradients):
         ready, found = _prepared(stage, bench)
         found |= _measured(ready, found, bench)
     work = stage.work()
-    both = {"flops": work.flops, "bytes": work.bytes}
-    return [{"variant": variant, **both, **found[variant]} for variant in bench.variants]
+    facts = {"flops": work.flops, "bytes": work.bytes, **stage.facts()}
+    return [{"variant": variant, **facts, **found[variant]} for variant in bench.variants]
 
 
 def _prepared(stage: Stage, bench: Bench) -> tuple[dict[str, Calls], dict[str, Record]]:
@@ -108,7 +108,7 @@ def _let_go() -> None:
         torch.cuda.empty_cache()
 
 
-def _forget() -> None:
+def forget() -> None:
     """Gives back what the case before left: memory, and compiled forms of the same functions."""
     torch.compiler.reset()
     _let_go()

@@ -9,6 +9,7 @@ ONLY = "patterns, sizes or pattern/size to measure, of the suite's (several by c
 SIZE = "sizes by name, M=4096,N=4096: one case a pattern, of these"
 VARIANTS = "what to compare: ours,compile,eager (default: all that the suite has)"
 SECONDS = "time to measure for each variant of a case, compilation apart"
+TEXT = "text that model-loss learns, a file; Python's own documentation if left out"
 MERGE = "a folder whose results are taken over into --out (may be repeated)"
 
 
@@ -24,6 +25,7 @@ class Options:
     dtype: str | None = field(default=None, metadata={"help": "bf16 or fp16 (default: suite's)"})
     device: str | None = field(default=None, metadata={"help": "cuda or cpu (default: what is)"})
     out: str = field(default=RESULTS, metadata={"help": "folder of results"})
+    text: str | None = field(default=None, metadata={"help": TEXT})
     merge: list[str] | None = field(default=None, metadata={"help": MERGE})
 
 

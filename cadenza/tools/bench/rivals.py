@@ -8,12 +8,15 @@ activation or u in forward, so their backward doesn't make it again as torch's d
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from cadenza.tools.bench.case import Unavailable
 from cadenza.tools.bench.measurement import Call
@@ -117,6 +120,35 @@ LIGER: dict[str, Preparation] = {
     "swiglu_backward": _liger_swiglu_backward,
     "cross_entropy": _liger_cross_entropy,
 }
+
+
+def liger_model(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """Puts Liger-Kernel's operations into a Llama of transformers; what its steps run inside.
+
+    Some of them it puts into the module that all models of the kind take their code from: there
+    they are while a step runs, and gone behind it.
+    """
+    need("liger_kernel")
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    names = vars(sys.modules[type(model).__module__])
+    before = dict(names)
+    try:
+        apply_liger_kernel_to_llama(model=model)
+        changed = {name: one for name, one in names.items() if one is not before.get(name)}
+    finally:
+        names.update(before)
+    return partial(_replaced, names, changed)
+
+
+@contextmanager
+def _replaced(names: dict[str, Any], changed: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: names[name] for name in changed}
+    names.update(changed)
+    try:
+        yield
+    finally:
+        names.update(before)
 
 
 # --- FlashInfer: forward --------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 
 from cadenza.core.cost import Work
 from cadenza.tools.bench import programs
-from cadenza.tools.bench.case import Case, Unavailable
+from cadenza.tools.bench.case import Case, Record, Unavailable
 from cadenza.tools.bench.measurement import Call, Calls
 from cadenza.tools.bench.patterns import Product
 
@@ -46,6 +46,10 @@ class Stage(ABC):
     def work(self) -> Work:
         """What the case has to compute and to move at least."""
 
+    def facts(self) -> Record:
+        """What a record says of the case besides."""
+        return {}
+
     def bare_products(self) -> Sequence[tuple[Mapping[str, Tensor], Sequence[Product]]]:
         """For each copy its operands and the products of them."""
         return ()
@@ -53,6 +57,14 @@ class Stage(ABC):
     def lean(self) -> Calls:
         """The program with the least memory."""
         raise Unavailable("only the suite loss has a lean variant")
+
+    def ours_compiled(self) -> Calls:
+        """The program inside of what `torch.compile` compiles."""
+        raise Unavailable("only the suite model has ours compiled")
+
+    def reordered(self) -> Calls:
+        """A training on the same data in another order."""
+        raise Unavailable("only the suite model-loss has another order")
 
     def liger(self) -> Calls:
         """Liger-Kernel."""
@@ -127,6 +139,8 @@ VARIANTS: dict[str, Callable[[Stage], Calls]] = {
     "flashinfer": lambda stage: stage.flashinfer(),
     "bare": lambda stage: stage.bare(),
     "products": lambda stage: stage.products(),
+    "ours-compile": lambda stage: stage.ours_compiled(),
+    "reordered": lambda stage: stage.reordered(),
 }
 
 

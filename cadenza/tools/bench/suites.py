@@ -11,14 +11,17 @@ from cadenza.tools.bench.host import HOST
 from cadenza.tools.bench.kernels import KERNELS, PRIMITIVE
 from cadenza.tools.bench.layer import LAYER
 from cadenza.tools.bench.loss import LOSS
+from cadenza.tools.bench.model import MODEL
+from cadenza.tools.bench.model_accuracy import MODEL_ACCURACY
+from cadenza.tools.bench.model_loss import MODEL_LOSS
 from cadenza.tools.bench.options import Options, split
 from cadenza.tools.bench.stage import VARIANTS
 from cadenza.tools.fault import Fault
 from cadenza.tools.target import parse_sizes
 
-SUITES: dict[str, Suite] = {
-    suite.name: suite for suite in (KERNELS, LAYER, LOSS, ACCURACY, PRIMITIVE, HOST)
-}
+OF_PROGRAMS = (KERNELS, LAYER, LOSS, ACCURACY, PRIMITIVE, HOST)
+OF_MODELS = (MODEL, MODEL_ACCURACY, MODEL_LOSS)
+SUITES: dict[str, Suite] = {suite.name: suite for suite in (*OF_PROGRAMS, *OF_MODELS)}
 
 
 def find_suite(name: str | None) -> Suite:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -44,8 +44,12 @@ def tables_of(title: str, records: Sequence[Record]) -> list[Table]:
         return [error_table(title, records)]
     if any("host_us" in record for record in records):
         return [host_table(title, records)]
-    peaks = [record for record in records if "peak_bytes" in record]
-    return [time_table(title, records), *([peak_table(title, peaks)] if peaks else [])]
+    if any("held_out" in record for record in records):
+        return [loss_table(title, records)]
+    makers = {"tokens": rate_table, "peak_bytes": peak_table}
+    about = {name: [record for record in records if name in record] for name in makers}
+    more = [make(title, about[name]) for name, make in makers.items() if about[name]]
+    return [time_table(title, records), *more]
 
 
 def present(records: Iterable[Record]) -> list[str]:
@@ -90,16 +94,38 @@ def time_table(title: str, records: Sequence[Record]) -> Table:
     return table
 
 
+def rate_table(title: str, records: Sequence[Record]) -> Table:
+    """Tokens a second."""
+    return _figures(f"{title}: tokens a second", records, "", _rate)
+
+
 def peak_table(title: str, records: Sequence[Record]) -> Table:
-    """GiB allocated at most, less those allocated before the call."""
-    variants = present(records)
-    table = Table(title=f"{title}: peak memory", title_justify="left")
+    """GiB allocated at most, less those allocated before the call.
+
+    Where it is known, also what is there before: a model's weights and its optimizer's moments.
+    """
+    known = any("held_bytes" in record for record in records)
+    more = {"held besides": _held} if known else {}
+    return _figures(f"{title}: peak memory", records, " GiB", _peak, more)
+
+
+def _figures(
+    title: str,
+    records: Sequence[Record],
+    unit: str,
+    cell: Callable[[Case, str], str],
+    more: Mapping[str, Callable[[Case], str]] | None = None,
+) -> Table:
+    """A row a case, a column a variant, and more columns behind."""
+    variants, more = present(records), more or {}
+    table = Table(title=title, title_justify="left")
     table.add_column("pattern")
     table.add_column("size")
-    for name in variants:
-        table.add_column(f"{name} GiB", justify="right")
+    for name in (*variants, *more):
+        table.add_column(f"{name}{unit}", justify="right")
     for case in cases(records):
-        table.add_row(*_row_names(case), *(_peak(case, name) for name in variants))
+        cells = [cell(case, name) for name in variants]
+        table.add_row(*_row_names(case), *cells, *(make(case) for make in more.values()))
     return table
 
 
@@ -162,6 +188,16 @@ def _peak(case: Case, name: str) -> str:
     return NONE if size is None else f"{size / GIB:.2f}"
 
 
+def _held(case: Case) -> str:
+    size = next(iter(case.values())).get("held_bytes")
+    return NONE if size is None else f"{size / GIB:.2f}"
+
+
+def _rate(case: Case, name: str) -> str:
+    record = case.get(name, {})
+    return f"{1e6 * record['tokens'] / record['us']:,.0f}" if "us" in record else NONE
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 
@@ -217,3 +253,34 @@ def host_table(title: str, records: Sequence[Record]) -> Table:
                 *_row_names(case), what, *(NONE if f is None else f"{f:.1f}" for f in found)
             )
     return table
+
+
+# --- trainings ------------------------------------------------------------------------------------
+
+
+def loss_table(title: str, records: Sequence[Record]) -> Table:
+    """Losses of the held-out text, and how far ours and another order are from stock."""
+    variants = present(records)
+    table = Table(title=f"{title}: held-out loss", title_justify="left")
+    for header in ("pattern", "size", "step", *variants):
+        table.add_column(header, justify="right" if header in ("step", *variants) else "left")
+    for case in cases(records):
+        known = {name: dict(case.get(name, {}).get("held_out", ())) for name in variants}
+        for step in dict.fromkeys(step for points in known.values() for step in points):
+            losses = [points.get(step) for points in known.values()]
+            cells = [NONE if loss is None else f"{loss:.4f}" for loss in losses]
+            table.add_row(*_row_names(case), str(step), *cells)
+    table.caption = "\n".join(filter(None, map(verdict, cases(records)))) or None
+    return table
+
+
+def verdict(case: Case) -> str:
+    """Whether ours is nearer to stock than stock on the same data in another order is."""
+    ours, other = case.get("ours", {}), case.get("reordered", {})
+    if "inside" not in ours or ours["run"] != other.get("run"):
+        return ""
+    where = "inside" if ours["inside"] else "OUTSIDE"
+    return (
+        f"ours is at most {ours['difference']:.4f} from eager, reordered "
+        f"{other['difference']:.4f}: {where} the spread"
+    )

@@ -1,6 +1,6 @@
-"""What has been measured, in one file beside the cache of kernels.
+"""What has been measured, in files beside the cache of kernels: a table of kernels, and others.
 
-It is read whole, and written whole under a lock, then renamed. An entry's key holds all that a
+A table is read whole, and written whole under a lock, then renamed. An entry's key holds all that a
 time depends on; a file or an entry that can't be read counts as not there.
 """
 
@@ -22,30 +22,31 @@ from cadenza.backends.triton.configuration import Configuration, Strip
 
 log = logging.getLogger("cadenza")
 Choice = Configuration | Strip
+KERNELS = "tuned"  # the table of kernels
 PATIENCE = 600.0  # seconds that another process may take to measure
 
 
-def path() -> Path:
-    """The file."""
-    return modules.folder().parent / "tuned.json"
+def path(table: str = KERNELS) -> Path:
+    """The file of a table."""
+    return modules.folder().parent / f"{table}.json"
 
 
-def read() -> dict[str, Any]:
+def read(table: str = KERNELS) -> dict[str, Any]:
     """All entries by key."""
     try:
-        found = json.loads(path().read_text(encoding="utf-8"))
+        found = json.loads(path(table).read_text(encoding="utf-8"))
     except (OSError, ValueError, RuntimeError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def add(entries: Mapping[str, Any]) -> None:
-    """Puts entries into the file; those of others that are there stay."""
+def add(entries: Mapping[str, Any], table: str = KERNELS) -> None:
+    """Puts entries into a table; those of others that are there stay."""
     try:
-        place = modules.made(path().parent)
-        modules.kept(place, path().name, json.dumps(read() | dict(entries), indent=1))
+        place = modules.made(path(table).parent)
+        modules.kept(place, path(table).name, json.dumps(read(table) | dict(entries), indent=1))
     except (OSError, RuntimeError) as error:
-        log.warning("what was measured can't be kept in %s (%s)", path(), error)
+        log.warning("what was measured can't be kept in %s (%s)", path(table), error)
 
 
 @contextmanager

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import select
-import statistics
 import struct
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
@@ -26,12 +23,9 @@ from cadenza.backends.triton.fallbacks import library_product
 from cadenza.backends.triton.launch import Descriptor, Launcher
 from cadenza.backends.triton.target import Target
 from cadenza.backends.triton.tuning.recipes import NOWHERE, Call, KernelCall, Room, views
+from cadenza.backends.triton.tuning.timing import timed
 
 COMPILE, MEASURE = "compile", "measure"  # what processes are for; only one touches the GPU
-SAMPLE = 2.0  # milliseconds of launches between two events
-MOST = 20  # launches between two events
-BACKLOG = 2_000_000  # cycles that the GPU waits, so that the host is ahead of it
-FEWEST = 3  # rounds, however long they take
 
 
 EMPTY = """{prefix}
@@ -154,7 +148,7 @@ class Measure(NamedTuple):
                 except Exception as error:  # noqa: BLE001  # out of memory, or what a driver says
                     found.append(f"{type(error).__name__}: {error}".splitlines()[0])
             say(len(self.candidates))
-            for number, microseconds in _timed(runs, self.seconds).items():
+            for number, microseconds in timed(runs, self.seconds).items():
                 found[number] = microseconds
         del room, runs
         torch.cuda.empty_cache()
@@ -214,42 +208,6 @@ def _callable(room: Room, call: Call) -> Callable[[], Any]:
     launcher = Launcher(modules.function(call.text), call.constants, call.options)
     given = [room.argument(a) for a in call.arguments]
     return lambda: launcher(call.grid, given, room.device)
-
-
-def _timed(runs: dict[int, Callable[[], None]], seconds: float) -> dict[int, float]:
-    """The median time of each in microseconds, under load, launched in shuffled order."""
-    if not runs:
-        return {}
-    counts = {number: _count(run) for number, run in runs.items()}
-    samples: dict[int, list[float]] = {number: [] for number in runs}
-    start, rounds = time.perf_counter(), 0
-    while rounds < FEWEST or time.perf_counter() - start < seconds:
-        rounds += 1
-        order = list(runs)
-        random.shuffle(order)
-        torch.cuda._sleep(BACKLOG)
-        pairs = [(number, _between_events(runs[number], counts[number])) for number in order]
-        torch.cuda.synchronize()
-        for number, (first, last) in pairs:
-            samples[number].append(first.elapsed_time(last) / counts[number] * 1e3)
-    return {number: statistics.median(found) for number, found in samples.items()}
-
-
-def _count(run: Callable[[], None]) -> int:
-    first, last = _between_events(run, 2)
-    torch.cuda.synchronize()
-    once = max(first.elapsed_time(last) / 2, 1e-3)
-    return max(1, min(MOST, round(SAMPLE / once)))
-
-
-def _between_events(run: Callable[[], None], count: int) -> tuple[Any, Any]:
-    run()
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    for _ in range(count):
-        run()
-    last.record()
-    return first, last
 
 
 # --- the process ----------------------------------------------------------------------------------
