@@ -97,7 +97,7 @@ def test_all_holds_of_a_file_with_two_programs(file, checked):
     assert found["odd widths"]["figure"] == "K=37, P=29"
     assert "1 product; stores" in found["forward"]["figure"]
     assert ": 1.00 x the least" in found["forward"]["figure"]
-    assert "B1 makes operands of what no product" in found["backward"]["figure"]
+    assert "B1 makes operands of products from what comes in" in found["backward"]["figure"]
     assert found["compiles"]["holds"] is None
     assert all(not f["cure"] for f in found.values())
 
@@ -160,6 +160,15 @@ def test_other_dtypes(file, checked, dtype):
     assert dtype in data["programs"][0]["findings"][2]["figure"]
 
 
+def test_a_sum_over_groups_beside_the_product_fuses_backward_too(file, checked):
+    file(
+        '@cz.epilogue(shapes={"x": "M D", "w": "N D"})\ndef f(acc):\n'
+        "    return acc, L.group_max(L.abs(acc), 32), L.group_sum(acc**2, 32)"
+    )
+    code, data = checked("mine.py")
+    assert code == 0, failures(data)
+
+
 # --- what is wrong --------------------------------------------------------------------------------
 
 X = 'shapes={"x": "M D", "w": "N D"}'
@@ -178,13 +187,32 @@ WRONG = {
         "traces", "mine.py:9: not written yet", "write the body of f"),
     "not declared": (
         "@cz.block\ndef f(x):\n    return x * 2.0",
-        "traces", "mine.py:7: no declared shapes", "write @cz.block(shapes="),
+        "traces", "mine.py:7: no declared shapes", "write @cz.block(shapes={'x': 'M D'}), each"),
+    "not declared, of an epilogue": (
+        "@cz.epilogue\ndef f(acc, bias, cap=2.0):\n    return L.softcap(acc + bias, cap)",
+        "traces", "mine.py:7: no declared shapes",
+        "write @cz.epilogue(shapes={'x': 'M D', 'w': 'N D', 'bias': ...}), each 'M N', 'M 1'"),
     "an operation of torch": (
         EPILOGUE + "return torch.sin(acc)",
         "traces", "mine.py:9: unknown operation torch.sin", "a composition of"),
     "an exception": (
         EPILOGUE + "return acc / (1 // 0)",
         "traces", "mine.py:9: ZeroDivisionError: ", "on symbols"),
+    "another number of parts": (
+        EPILOGUE + "a, b, c = L.split(acc)\n    return a",
+        "traces", "mine.py:9: ValueError: not enough values", "L.columns(x, start, stop)"),
+    "a name that is nowhere": (
+        EPILOGUE + "return acc + biass",
+        "traces", "mine.py:9: NameError: name 'biass'", "a parameter of the function"),
+    "an argument that the language lacks": (
+        EPILOGUE + "return L.row_max(acc, dim=-1)",
+        "traces", "mine.py:9: TypeError: row_max()", "L.row_max(x)"),
+    "an argument that another function lacks": (
+        EPILOGUE + "return sorted([], acc)",
+        "traces", "mine.py:9: TypeError: sorted", "on symbols"),
+    "a product that does not fit": (
+        '@cz.epilogue(shapes={"x": "M D", "w": "D N"})\ndef f(acc):\n    return acc',
+        "typechecks", "mine.py:7: matmul of x [M, 64] and w [64, 96]", "w [N, K]"),
     "an exception further in": (
         "def halved(x):\n    return x[\n        0]\n" + EPILOGUE + "return halved(acc)",
         "traces", "mine.py:8: a traced value has no indexing", "L.columns(x, start, stop)"),
@@ -208,13 +236,13 @@ WRONG = {
         "reference", "gradient of x is ", "compare the formula"),
     "another shape": (
         referenced("L.row_sum(acc)", "return acc.sum(1)"),
-        "reference", "output 0 is [16, 1], f_reference's [16]", "compare the formula"),
+        "reference", "output 0 is [16, 1], f_reference's [16]", "with keepdim=True"),
     "another structure": (
         referenced("L.row_sum(acc)", "return acc, acc.sum(1, keepdim=True)"),
         "reference", "1 outputs, 2 of f_reference", "in its structure"),
     "a reference that fails": (
         referenced("acc", "return nothing"),
-        "reference", "f_reference raises NameError", "the call's own arguments"),
+        "reference", "f_reference raises NameError", "def f_reference(x, w): the call's own"),
     "groups of no power of two": (
         PAIRS + "return acc * L.repeat(L.group_max(acc, 3), 3)",
         "fuses", "F1 is left to torch: groups of 3 columns: not a power of two", "a power of two"),
@@ -240,6 +268,16 @@ def test_what_is_wrong_fails_and_says_what_to_change(file, checked, name):
     assert figure in found[check][0]
     assert cure in found[check][1]
     assert not data["holds"]
+
+
+def test_what_is_not_finite_is_said_once(file, checked):
+    file(EPILOGUE + "return L.log(acc)")
+    code, data = checked("mine.py")
+    assert code == 1
+    assert list(failures(data)) == ["value"]
+    found = {f["check"]: f for f in data["programs"][0]["findings"]}
+    assert found["gradient of w"]["holds"] is None
+    assert found["gradient of w"]["figure"] == "an output is not finite, so no differences"
 
 
 def test_what_passes_the_range_of_fp16_fails(file, checked):
@@ -294,6 +332,8 @@ def test_one_program_that_fails_fails_the_file(file, checked):
         ("llama --size Q=3", "llama has no size 'Q'"),
         ("llama --watch", "--watch needs a file, and llama is built in: name FILE.py"),
         ("headed.py", "parameter heads has no shape and no default: add --size heads=NUMBER"),
+        ("headed.py", "NUMBER, or for a tensor 'heads' to shapes="),
+        ("misread.py", "operands; found: 'x': 'M, D'; expected: two sizes, a space between"),
         ("", "'target'"),
     ],
 )
@@ -303,6 +343,8 @@ def test_bad_input_is_one_line_and_code_2(file, tmp_path, capsys, line, said):
     (tmp_path / "broken.py").write_text("def f(:\n")
     headed = '@cz.block(shapes={"x": "M D"})\ndef f(x, heads):\n    return x * heads'
     (tmp_path / "headed.py").write_text(HEAD + headed)
+    misread = '@cz.block(shapes={"x": "M, D"})\ndef f(x):\n    return x'
+    (tmp_path / "misread.py").write_text(HEAD + misread)
     assert said in refusal(capsys, tmp_path, ["check", *line.split()])
 
 

@@ -47,7 +47,7 @@ def test_a_back_end_that_does_not_exist(monkeypatch, capsys):
 
     monkeypatch.setattr("cadenza.tools.train.train", unknown)
     assert main(["train"]) == 2
-    assert capsys.readouterr().err == "cadenza: unknown back end 'abacus' write: reference\n"
+    assert capsys.readouterr().err == "cadenza: unknown back end 'abacus'; write: reference\n"
 
 
 def test_a_fault_of_ours_is_not_taken_for_bad_input(monkeypatch):

@@ -15,6 +15,7 @@ from messages import assert_raises, line_of, message, tensor
 from cadenza import block, epilogue
 from cadenza import lang as L
 from cadenza.core.errors import ProgramError, UnknownOperationError
+from cadenza.core.refusals import INSTEAD
 
 SIZES = "sizes that broadcast; L.columns, L.split, L.repeat and L.tile change columns"
 LAYOUT = "x [..., K] and w [N, K] (nn.Linear's layout) with the same K"
@@ -24,17 +25,31 @@ SEED = "L.dropout(x, p, seed) with a whole number, or an int64 tensor of one ele
 NO_DATA = "a value of a program has no data while the function is traced; it stands for every row"
 CHOICE = ("`if`, `and`, `or`, `not` on a traced value", NO_DATA,
           "a constant argument, or a choice made element by element",
-          "L.where(condition, a, b); and `&`, `|`, `~` between conditions")  # fmt: skip
+          "L.where(condition, a, b), L.maximum(a, b); and `&`, `|`, `~` between conditions",
+          )  # fmt: skip
 ITERATION = ("a traced value can't be iterated over or unpacked", NO_DATA,
              "a fixed number of parts of the columns",
              "a, b = L.split(x), or L.columns(x, start, stop)")  # fmt: skip
 INDEXING = ("a traced value has no indexing", NO_DATA, "a range of columns, or one element a row",
             "L.columns(x, start, stop), L.split(x, inner) or L.pick(x, index)")  # fmt: skip
-NUMBER = ("a traced value is not a number", NO_DATA,
-          "numbers that are known when the program is made",
-          "keep it in the program, or pass the number as a constant argument")  # fmt: skip
+KNOWN = "numbers that are known when the program is made"
+NO_NUMBER = "a traced value is not a number"
+NUMBER = (NO_NUMBER, NO_DATA, KNOWN,
+          "L.exp, L.log, L.sqrt for those of math, or pass the number as a constant argument",
+          )  # fmt: skip
+LENGTH = (NO_NUMBER, NO_DATA, KNOWN,
+          "x.shape[1] for the number of columns, that of rows as an argument")  # fmt: skip
+INDEX = (NO_NUMBER, NO_DATA, KNOWN,
+         "keep it in the program, or pass the number as a constant argument")  # fmt: skip
 OPERATIONS = "operations of the language only, since they are what fuses"
 COMPOSITION = "a composition of the functions of cadenza.lang"
+FIXED = "a value never changes, so give the new one a name"
+PLAIN = "Python's operators: a + b, a / b, -x"
+CLAMP = "L.minimum(L.maximum(x, low), high)"
+SUMS = "L.row_sum(x), L.column_sum(x) or L.group_sum(x, size)"
+GROUPS = "L.split, L.columns, L.group_sum, L.repeat or L.tile, which take columns in groups"
+BROADCAST = "nothing: a value is [M, N], [M, 1] or [1, N], and broadcasts"
+AFTERWARDS = "the value as an output: what comes back from the call is a tensor"
 CAST = "L.cast(x, 'bfloat16'), or another floating dtype by name"
 VALUE = "a value of the program or a number"
 OPERAND = "the tensor as an operand, the number (of rows, too) as a constant argument"
@@ -143,6 +158,9 @@ ARGUMENTS = [
     (lambda x: L.logsumexp(x, x),
      ("logsumexp of x [M, 8] and x [M, 8]", "a shift [M, 8]", "one number a row, or one number",
       "L.logsumexp(x, shift) with a shift [M, 1]")),
+    (lambda x: L.logsumexp(x, -1),
+     ("logsumexp over a dimension", "-1",
+      "a shift [M, 1], or a float; the sum is over the columns of each row", "L.logsumexp(x)")),
     (lambda x: x + "a", ("add of a str", "'a'", VALUE, OPERAND)),
     (lambda x: x * None, ("mul of a NoneType", "None", VALUE, OPERAND)),
     (lambda x: x / x.shape[0], ("div of a str", "'M'", VALUE, OPERAND)),
@@ -167,10 +185,10 @@ PYTHON = [
     (lambda x: x[:, :4], INDEXING),
     (lambda x: x * float(x), NUMBER),
     (lambda x: x * int(x), NUMBER),
-    (lambda x: x * len(x), NUMBER),
     (lambda x: math.sqrt(x), NUMBER),
-    (lambda x: range(x), NUMBER),
-    (lambda x: numpy.asarray(x), NUMBER),
+    (lambda x: x * len(x), LENGTH),
+    (lambda x: range(x), INDEX),
+    (lambda x: numpy.asarray(x), INDEX),
 ]  # fmt: skip
 
 
@@ -182,8 +200,7 @@ UNKNOWN = [
     (lambda x: torch.sin(x), unknown("torch.sin")),
     (lambda x: torch.exp(x), unknown("torch.exp", "L.exp(...)")),
     (lambda x: torch.matmul(x, x), unknown("torch.matmul", "L.matmul(...)")),
-    (lambda x: torch.sum(x, -1),
-     unknown("torch.sum", "L.row_sum(x), L.column_sum(x) or L.group_sum(x, size)")),
+    (lambda x: torch.sum(x, -1), unknown("torch.sum", SUMS)),
     (lambda x: F.silu(x), unknown("torch.silu", "L.silu(...)")),
     (lambda x: F.softmax(x, -1), unknown("torch.softmax", "L.exp(x - L.logsumexp(x))")),
     (lambda x: torch.cat([x, x], -1), unknown("torch.cat", "L.concat(a, b)")),
@@ -193,13 +210,22 @@ UNKNOWN = [
     (lambda x: x.to(torch.bfloat16), unknown("value.to", CAST)),
     (lambda x: x.dtype, unknown("value.dtype", CAST)),
     (lambda x: x.size(1), unknown("value.size", "x.shape[1] for the number of columns")),
+    (lambda x: x.add_(1.0), unknown("value.add_", f"{PLAIN}; {FIXED}")),
+    (lambda x: x.clamp_(0.0, 1.0), unknown("value.clamp_", f"{CLAMP}; {FIXED}")),
+    (lambda x: x.erfinv_(), unknown("value.erfinv_", f"{COMPOSITION}; {FIXED}")),
+    (lambda x: torch.add(x, x), unknown("torch.add", PLAIN)),
+    (lambda x: L.log1p(x), unknown("L.log1p", "L.log(1.0 + x)", "L.log1p")),
+    (lambda x: x.view(-1, 2), unknown("value.view", GROUPS)),
+    (lambda x: x.unsqueeze(0), unknown("value.unsqueeze", BROADCAST)),
+    (lambda x: x.sum().item(), unknown("value.sum", SUMS)),
+    (lambda x: x.item(), unknown("value.item", AFTERWARDS)),
     (lambda x: L.sine(x), unknown("L.sine", found="L.sine")),
     (lambda x: L.softmax(x), unknown("L.softmax", "L.exp(x - L.logsumexp(x))", "L.softmax")),
     (lambda x: L.swigl(x), unknown("L.swigl", "L.swiglu(...)", "L.swigl")),
     (lambda x: numpy.sin(x), unknown("numpy.sin")),
     (lambda x: numpy.tanh(x), unknown("numpy.tanh", "L.tanh(...)")),
     (lambda x: numpy.mean(x), unknown("numpy.mean", "L.row_mean(x)")),
-    (lambda x: numpy.add.reduce(x), unknown("numpy.add")),
+    (lambda x: numpy.add.reduce(x), unknown("numpy.add.reduce")),
     (lambda x: numpy.concatenate([x, x]), unknown("numpy.concatenate", "L.concat(a, b)")),
 ]  # fmt: skip
 
@@ -231,6 +257,27 @@ def test_what_python_allows_and_no_program_does(function, parts):
 def test_operations_outside_of_the_language(function, parts):
     text = message(line_of(function), parts)
     assert_raises(UnknownOperationError, lambda: block(function)(tensor(*X)), text)
+
+
+# Cures that are one expression of x, with what torch makes of it.
+FORMULAS = {
+    "softplus": F.softplus, "mish": F.mish, "logsigmoid": F.logsigmoid, "elu": F.elu,
+    "log1p": torch.log1p, "expm1": torch.expm1, "exp2": torch.exp2, "log2": torch.log2,
+    "log10": torch.log10, "reciprocal": torch.reciprocal, "sign": torch.sign,
+    "square": torch.square, "softmax": lambda x: F.softmax(x, -1),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "norm": lambda x: x.norm(dim=-1, keepdim=True), "mean": lambda x: x.mean(-1, keepdim=True),
+    "var": lambda x: x.var(-1, correction=0, keepdim=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_what_is_to_be_written_is_what_was_meant(name):
+    positive = name in ("log2", "log10", "reciprocal", "log1p")
+    x = torch.randn(*X, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = x.abs() + 0.1 if positive else torch.cat([x, torch.zeros(1, X[1])])
+    found = eval(INSTEAD[name], {"L": L, "math": math, "x": x})
+    torch.testing.assert_close(found.double(), FORMULAS[name](x), rtol=1e-12, atol=1e-12)
 
 
 def test_an_unknown_operation_is_no_attribute():
@@ -291,3 +338,25 @@ def test_a_product_of_an_epilogue_fails_at_the_call():
     call = lambda: over_a_product(x, w, shift=shift)  # noqa: E731 (line is named)
     parts = ("matmul of x [M, 9] and w [12, 8]", "[M, 9] @ [12, 8].T", "equal contracted sizes")
     assert_raises(ProgramError, call, message(line_of(call), (*parts, LAYOUT)))
+
+
+@pytest.mark.parametrize(
+    ("function", "found", "write"),
+    [
+        (lambda: 1.0, "<lambda>()", "def <lambda>(acc, ...)"),
+        (lambda x, w: L.linear(x, w), "<lambda>(x, w)", "def <lambda>(acc, ...)"),
+        (lambda x, w, b: L.linear(x, w) + b, "<lambda>(x, w, b)", "def <lambda>(acc, b)"),
+    ],
+)
+def test_an_epilogue_needs_its_product(function, found, write):
+    cure = f"{write}; @cz.block is for one of x and w"
+    parts = (
+        "an epilogue without an accumulator", found, "a first parameter, for the product", cure,
+    )  # fmt: skip
+    assert_raises(ProgramError, lambda: epilogue(function), message(line_of(function), parts))
+
+
+def test_an_operand_of_an_epilogue_may_be_called_as_its_product_is():
+    scaled = epilogue(lambda acc, x, w: acc * x + w)
+    y = scaled(tensor(*X), tensor(*W), x=tensor(12), w=tensor(12))
+    assert y.shape == (5, 12)

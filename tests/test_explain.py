@@ -33,6 +33,10 @@ def wrong(x):
 @cz.block(shapes={"x": "M D"})
 def headed(x, heads):
     return L.group_sum(x, heads)
+
+@cz.epilogue(shapes={"x": "M D", "w": "D N"})
+def turned(acc, N=24):
+    return acc * N
 """
 
 
@@ -52,6 +56,7 @@ def own(tmp_path, monkeypatch):
     """A folder with an author's file, as the current one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # that of another test
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
     return tmp_path
@@ -190,6 +195,7 @@ def test_an_authors_own_block_and_epilogue(explained, own):
     assert "return  d_x, d_bias" in said
     assert "66.9 TFLOP/s" in said
     assert "hidden" in explained("mine.py:gated --size P=8 --why hidden")
+    assert "acc1 = x @ w.T  [M, 4096]" in explained("mine.py:biased")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +207,10 @@ def test_an_authors_own_block_and_epilogue(explained, own):
         ("other.py:gated", "there is no file other.py"),
         ("no_such_module:gated", "cannot be imported: ModuleNotFoundError"),
         ("broken.py:gated", "cannot be imported: ModuleNotFoundError"),
-        ("mine.py:undeclared", "declares no shapes"),
+        ("mine.py", "is a file, and one program is wanted: write mine.py:gated or mine.py:biased"),
+        ("mine.py:undeclared", "declares no shapes: write @cz.block(shapes={'x': 'M D'}), each 'M"),
+        ("mine.py:biased --size Q=3", "--size Q=3: mine.py:biased has no such size; it has M"),
+        ("mine.py:turned", "mine.py:27: matmul of x [M, 4096] and w [4096, 24]; found: [M, 4096]"),
         ("mine.py:gated", "size P of operand w is not known: add --size P=NUMBER"),
         ("mine.py:headed", "parameter heads has no shape and no default: add --size heads=NUMBER"),
         ("mine.py:wrong", "columns"),

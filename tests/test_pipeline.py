@@ -11,6 +11,7 @@ from cadenza.core.ir import Graph, equal, verify
 from cadenza.core.ops import Op
 from cadenza.core.pipeline import Pair, differentiate_program
 from cadenza.core.rules import simplify
+from cadenza.core.storage import dtypes_of
 from cadenza.core.text import digest
 
 WEIGHTS = ["wo", "norm", "w_gate_up", "w_down", "next_norm", "w_qkv"]
@@ -204,6 +205,24 @@ def test_gradients_have_the_dtype_of_their_inputs():
     found = pair(lambda x, g: x * g, "x M 4 bfloat16", "g 1 4 bfloat16", needed=["x", "g"])
     tensors = values(found.backward)
     assert {g.dtype for g in run(found.backward, tensors)} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("function", "more"),
+    [
+        (lambda x, w: (L.linear(x, w), L.group_max(L.linear(x, w), 4)), []),
+        (lambda x, w: L.group_sum(L.linear(x, w) ** 2, 4), []),
+        (lambda x, w: L.cast(L.group_sum(L.linear(x, w), 4), "bfloat16"), []),
+        (lambda x, w, r: r + L.linear(x, w), ["r M 8 float32"]),
+    ],
+)
+def test_products_of_backward_have_operands_of_the_products_dtype(function, more):
+    operands = ["x M 4 bfloat16", "w 8 4 bfloat16", *more]
+    found = pair(function, *operands, needed=["x", "w"])
+    stored = dtypes_of(found.backward)
+    products = [n for n in found.backward.nodes() if n.op is Op.MATMUL]
+    assert len(products) == 2
+    assert {stored[i] for n in products for i in n.inputs} == {"bfloat16"}
 
 
 def test_the_same_function_twice_gives_equal_pairs():

@@ -19,7 +19,7 @@ from cadenza.core.text import show
 #    product is scaled row by row (a norm that was put off), then gated. Two lines of arithmetic.
 
 
-@cz.epilogue
+@cz.epilogue(shapes={"x": "M D", "w": "2*F D", "rstd": "M 1"})
 def norm_swiglu(acc, rstd):  # acc [M, 2F], rstd [M, 1]
     gate, up = L.split(acc * rstd)  # halves of the columns
     return L.silu(gate) * up  # [M, F]
@@ -169,10 +169,10 @@ SINE = """\
   write:    a composition of the functions of cadenza.lang"""
 
 WIDTH = """\
-{line}: matmul of x [M, 7] and w [12, 8]
-  found:    [M, 7] @ [12, 8].T
-  expected: equal contracted sizes
-  write:    x [..., K] and w [N, K] (nn.Linear's layout) with the same K"""
+{line}: operand w has the wrong size
+  found:    [12, 8]
+  expected: [2*F, D] with D = 7
+  write:    another tensor for w, or other shapes="""
 
 
 def test_an_error_names_the_line_and_the_cure():

@@ -52,6 +52,7 @@ def refused(capsys, tmp_path, monkeypatch):
         ("--learning-rate nan", "learning_rate is nan: choose"),
         ("--dtype float8", "unknown dtype 'float8': choose one of float32, float64, bfloat16"),
         ("--device abacus", "device 'abacus' is not usable ("),
+        ("--device abacus", "): take --device cpu or cuda"),
         ("--device cuda:99", "device 'cuda:99' is not usable ("),
         ("--device meta", "device 'meta' is not usable ("),
     ],

@@ -176,8 +176,16 @@ def row_max(x: Value) -> Value:
 def logsumexp(x: Value, shift: Value = 0.0) -> Value:
     """log(row_sum(exp(x - shift))), [M, 1], with the largest value taken out; shift [M, 1].
 
-    As a cross-entropy, logsumexp(z, pick(z, index)) is exact under a common offset of z.
+    As a cross-entropy, logsumexp(z, pick(z, index)) is exact under a common offset of z. Raises
+    ProgramError for a whole number, which a dimension is and a shift is not.
     """
+    if type(shift) is int:
+        raise ProgramError(
+            "logsumexp over a dimension",
+            found=f"{shift}",
+            expected="a shift [M, 1], or a float; the sum is over the columns of each row",
+            write="L.logsumexp(x)",
+        )
     return apply(Op.LOGSUMEXP, x, shift)
 
 

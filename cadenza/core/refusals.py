@@ -15,27 +15,65 @@ from cadenza.core.errors import ProgramError, UnknownOperationError
 
 NO_DATA = "a value of a program has no data while the function is traced; it stands for every row"
 COMPOSITION = "a composition of the functions of cadenza.lang"
+FIXED = "a value never changes, so give the new one a name"
+
+CLAMP = "L.minimum(L.maximum(x, low), high)"
+TAIL = "L.log(1.0 + L.exp(-L.abs(x)))"
+GROUPS = "L.split, L.columns, L.group_sum, L.repeat or L.tile, which take columns in groups"
+AFTERWARDS = "the value as an output: what comes back from the call is a tensor"
+BROADCAST = "nothing: a value is [M, N], [M, 1] or [1, N], and broadcasts"
 
 # What torch and NumPy call otherwise, or what the language does in another way.
 INSTEAD = {
     "sum": "L.row_sum(x), L.column_sum(x) or L.group_sum(x, size)",
     "mean": "L.row_mean(x)",
     "var": "L.row_variance(x)",
+    "std": "L.sqrt(L.row_variance(x)), which divides by the number of columns",
+    "norm": "L.sqrt(L.row_sum(x ** 2))",
     "max": "L.row_max(x), L.column_max(x), or L.maximum(a, b)",
+    "amax": "L.row_max(x), or L.column_max(x)",
     "min": "-L.row_max(-x), or L.minimum(a, b)",
-    "clamp": "L.minimum(L.maximum(x, low), high)",
+    "amin": "-L.row_max(-x), or -L.column_max(-x)",
+    "clamp": CLAMP,
+    "clip": CLAMP,
+    "hardtanh": CLAMP,
+    "clamp_min": "L.maximum(x, low)",
+    "clamp_max": "L.minimum(x, high)",
     "softmax": "L.exp(x - L.logsumexp(x))",
     "log_softmax": "x - L.logsumexp(x)",
+    "softplus": f"L.maximum(x, 0.0) + {TAIL}",
+    "mish": f"x * L.tanh(L.maximum(x, 0.0) + {TAIL})",
+    "cross_entropy": "L.logsumexp(z, L.pick(z, target))",
+    "logsigmoid": f"L.minimum(x, 0.0) - {TAIL}",
+    "log_sigmoid": f"L.minimum(x, 0.0) - {TAIL}",
+    "leaky_relu": "L.where(x > 0.0, x, slope * x)",
+    "elu": "L.where(x > 0.0, x, L.exp(L.minimum(x, 0.0)) - 1.0)",
+    "log1p": "L.log(1.0 + x)",
+    "expm1": "L.exp(x) - 1.0",
+    "exp2": "L.exp(x * math.log(2.0))",
+    "log2": "L.log(x) / math.log(2.0)",
+    "log10": "L.log(x) / math.log(10.0)",
+    "reciprocal": "1.0 / x",
+    "sign": "L.where(x > 0.0, 1.0, L.where(x < 0.0, -1.0, 0.0))",
     "square": "x ** 2",
+    "pow": "x ** 2; for other exponents L.exp(p * L.log(x))",
+    "masked_fill": "L.where(mask, value, x)",
     "cat": "L.concat(a, b)",
     "concatenate": "L.concat(a, b)",
     "chunk": "L.split(x), or L.columns(x, start, stop)",
     "gather": "L.pick(x, index)",
     "size": "x.shape[1] for the number of columns",
-} | dict.fromkeys(
-    ("to", "type", "dtype", "float", "double", "half", "bfloat16"),
-    "L.cast(x, 'bfloat16'), or another floating dtype by name",
-)
+    **dict.fromkeys(("add", "sub", "mul", "div", "neg"), "Python's operators: a + b, a / b, -x"),
+    **dict.fromkeys(("mm", "bmm", "einsum"), "L.linear(x, w) or L.matmul(a, b), in a @cz.block"),
+    **dict.fromkeys(("view", "reshape", "unflatten", "flatten"), GROUPS),
+    **dict.fromkeys(("contiguous", "clone"), "nothing: leave it out"),
+    **dict.fromkeys(("squeeze", "unsqueeze"), BROADCAST),
+    **dict.fromkeys(("item", "tolist", "numpy", "cpu", "topk", "argmax"), AFTERWARDS),
+    **dict.fromkeys(
+        ("to", "type", "dtype", "float", "double", "half", "bfloat16"),
+        "L.cast(x, 'bfloat16'), or another floating dtype by name",
+    ),
+}
 
 # NumPy's names of Python's operators: `np.sqrt(0.5) * x` is one, for NumPy's numbers come first.
 NUMPY_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
@@ -50,9 +88,11 @@ def unknown_operation(call: str, name: str) -> UnknownOperationError:
     """The error for an operation outside the closed set."""
     from cadenza.core import lang
 
+    in_place = name.endswith("_") and not name.startswith("_")
     name = name.strip("_")
     near = [name] if name in lang.__all__ else get_close_matches(name, lang.__all__, 1, 0.8)
     cure = INSTEAD.get(name) or (f"L.{near[0]}(...)" if near else COMPOSITION)
+    cure = f"{cure}; {FIXED}" if in_place else cure
     return UnknownOperationError(
         f"unknown operation {call}",
         found=call if call.startswith("L.") else f"{call} on a traced value",
@@ -99,6 +139,18 @@ def _refused(sign: str, write: str = COMPOSITION) -> Any:
     return refuse
 
 
+def _no_number(write: str) -> Any:
+    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise ProgramError(
+            "a traced value is not a number",
+            found=NO_DATA,
+            expected="numbers that are known when the program is made",
+            write=write,
+        )
+
+    return refuse
+
+
 class Refusals:
     """What Python, NumPy and torch may ask of a traced value in vain."""
 
@@ -116,7 +168,7 @@ class Refusals:
             "`if`, `and`, `or`, `not` on a traced value",
             found=NO_DATA,
             expected="a constant argument, or a choice made element by element",
-            write="L.where(condition, a, b); and `&`, `|`, `~` between conditions",
+            write="L.where(condition, a, b), L.maximum(a, b); and `&`, `|`, `~` between conditions",
         )
 
     def __getitem__(self, _: object) -> NoReturn:
@@ -137,15 +189,13 @@ class Refusals:
 
     __iter__ = __contains__ = __reversed__ = _iterated
 
-    def _no_number(self, *_: object) -> Any:
-        raise ProgramError(
-            "a traced value is not a number",
-            found=NO_DATA,
-            expected="numbers that are known when the program is made",
-            write="keep it in the program, or pass the number as a constant argument",
-        )
-
-    __float__ = __int__ = __complex__ = __index__ = __len__ = __array__ = _no_number
+    __float__ = __int__ = __complex__ = _no_number(
+        "L.exp, L.log, L.sqrt for those of math, or pass the number as a constant argument"
+    )
+    __index__ = __array__ = _no_number(
+        "keep it in the program, or pass the number as a constant argument"
+    )
+    __len__ = _no_number("x.shape[1] for the number of columns, that of rows as an argument")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -162,7 +212,9 @@ class Refusals:
 
     def __array_ufunc__(self, function: Any, method: str, *values: Any, **_: Any) -> Any:
         name = function.__name__
-        if method != "__call__" or name not in NUMPY_OPERATORS:
+        if method != "__call__":
+            raise unknown_operation(f"numpy.{name}.{method}", method)
+        if name not in NUMPY_OPERATORS:
             raise unknown_operation(f"numpy.{name}", name)
         for value in values:
             if _is_tensor(value) and value.shape != ():

@@ -214,15 +214,36 @@ def differentiate(
     for output, adjoint in pairs:
         contributions[output].append((adjoint, output.type))
     adjoints: dict[Node, Node] = {}
-    exits = [output for output, _ in pairs]
+    exits, mixed = [output for output, _ in pairs], _is_mixed(order, pairs)
     for node in reversed(order):
         if node in contributions and node in needed:
             rule = euler_adjoint(node, order, exits, adjoints) if euler else None
             adjoints[node] = _adjoint(contributions[node], node.type) if rule is None else rule
-            _backpropagate(node, adjoints[node], contributions, needed)
+            g = _multiplied(adjoints[node], node) if mixed else adjoints[node]
+            _backpropagate(node, g, contributions, needed)
             if euler and node.op is Op.MUL and node.inputs[1] in needed:
                 _from_result(node, adjoints[node], contributions)
     return {i: spread(adjoints[i], i.type) for i in wanted if i in adjoints}
+
+
+def _is_mixed(order: list[Node], pairs: list[tuple[Node, Node]]) -> bool:
+    """Whether an adjoint may have another dtype than its product; autocast sees to it itself."""
+    if any(output.builder.autocast for output, _ in pairs):
+        return False
+    given = [*(n for n in order if n.op is Op.INPUT), *(adjoint for _, adjoint in pairs)]
+    dtypes = {n.attributes.get("dtype") for n in given if n.type.is_matrix and n.type.kind == REAL}
+    return len(dtypes) > 1 or any(n.op is Op.CAST for n in order)
+
+
+def _multiplied(g: Node, node: Node) -> Node:
+    """The adjoint of a product in the dtype of the product, as torch has it.
+
+    It is wider where a sum over groups, or a residual of float32, is returned beside it.
+    """
+    if node.op is not Op.MATMUL or not node.type.is_matrix:
+        return g
+    g, dtype = spread(g, node.type), storage_dtype(node)
+    return g if storage_dtype(g) == dtype else L.cast(g, dtype)
 
 
 def _needed(order: list[Node], wanted: list[Node]) -> set[Node]:

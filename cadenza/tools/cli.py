@@ -21,7 +21,7 @@ from cadenza.core.errors import BackEndError
 from cadenza.tools.audit.options import AuditOptions
 from cadenza.tools.bench.options import Options
 from cadenza.tools.check.options import Options as CheckOptions
-from cadenza.tools.fault import Fault
+from cadenza.tools.fault import Fault, one_line
 from cadenza.tools.question import Question, Sizes
 from cadenza.tools.settings import COMPARED_STEPS, DEFAULT_STEPS, Settings
 
@@ -65,7 +65,7 @@ def _never_fail_to_print() -> None:
 
 
 def _refuse(problem: str) -> int:
-    print("cadenza:", " ".join(problem.split()), file=sys.stderr)
+    print("cadenza:", one_line(problem), file=sys.stderr)
     return 2
 
 

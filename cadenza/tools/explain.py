@@ -27,7 +27,7 @@ from cadenza.core.unfused import Unfused
 from cadenza.tools.emitted import Emitted, asked, emitted, fallen, show_sources, sources_json
 from cadenza.tools.fault import Fault
 from cadenza.tools.question import Question
-from cadenza.tools.target import Target, find_target
+from cadenza.tools.target import Target, find_target, place_of
 
 STYLES = {
     "store": "bold",
@@ -66,7 +66,7 @@ def explain(target: Target) -> Explanation:
         pair = compile_program(function, target.signature, needed=target.needed, name=name)
         unfused = Unfused(trace(function, target.signature, name=name), target.rows)
     except ProgramError as error:
-        raise Fault(str(error)) from None
+        raise Fault(str(error.moved(place_of(error, target.program)))) from None
     text = PairText(pair)
     plans = [plan for plan in (text.forward, text.backward) if plan is not None]
     works = {k: w for plan in plans for k, w in _works(plan, target.rows)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,18 +17,20 @@ from typing import Any
 
 from cadenza.core.errors import ProgramError
 from cadenza.core.ops import Dim, M
-from cadenza.core.trace import Operand, Signature
+from cadenza.core.trace import Operand, Signature, location
 from cadenza.library.blocks import BUILT_IN
-from cadenza.library.function import Program
+from cadenza.library.function import Epilogue, Program
 from cadenza.library.operands import size_of
 from cadenza.library.variants import VARIANTS, Variant
 from cadenza.tools.fault import Fault
 
 DEFAULTS = {"M": 16384, "D": 4096, "F": 14336, "H": 32, "KV": 8, "HD": 128, "V": 128256}
+OWN = {"K": 4096, "N": 4096}  # beside those, for programs of one's own
 DTYPES = ("bfloat16", "float16", "float32")
 # Operands of built-in blocks that are no floating numbers, and those that no model trains.
 WHOLE_NUMBERS = ("target", "seed", "feed_forward_seed")
 UNTRAINED = ("cos", "sin", *WHOLE_NUMBERS)
+COMMANDS = str(Path(__file__).parent)
 OURS = {*BUILT_IN.values(), *(variant.program for variant in VARIANTS.values())}
 
 
@@ -45,9 +48,13 @@ def find_target(
     text: str, sizes: Sequence[str] = (), dtype: str = "bfloat16", frozen: Sequence[str] = ()
 ) -> Target:
     """The target that a command names. Raises Fault when there is none, or a size is missing."""
-    given, own = parse_sizes(sizes), not is_built_in(text)
-    known = {**DEFAULTS, **given} if own else built_in_sizes(text, given)
-    return target_of(subject_of(text), known, dtype, frozen)
+    given, subject = parse_sizes(sizes), subject_of(text)
+    if is_built_in(text):
+        return target_of(subject, built_in_sizes(text, given), dtype, frozen)
+    if subject.shapes:
+        _check_given(text, subject, given)
+    usual = {n: v for n, v in {**DEFAULTS, **OWN}.items() if n not in subject.program.defaults}
+    return target_of(subject, {**usual, **given}, dtype, frozen)
 
 
 def target_of(
@@ -72,6 +79,15 @@ def target_of(
     return Target(program, Signature(operands, constants), needed, int(known["M"]))
 
 
+def place_of(error: ProgramError, program: Program) -> str:
+    """`file:line` of an error: the author's, or that of the function where a command made the call.
+
+    So it is where the product of an epilogue does not fit, which no line of the author's makes.
+    """
+    place, found, _ = str(error).partition(f": {error.parts[0]}")
+    return location(program.function) if place.startswith(COMMANDS) else place if found else ""
+
+
 def is_built_in(text: str) -> bool:
     """Whether a target's name is that of a built-in block or of a variant of the library."""
     return text in BUILT_IN or text in VARIANTS
@@ -94,6 +110,13 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
             raise Fault(f"--size {part!r} is no size: write a name and a number, as D=4096")
         sizes[name] = int(number)
     return sizes
+
+
+def _check_given(text: str, subject: Variant, given: Mapping[str, int]) -> None:
+    named = dict.fromkeys(re.findall(r"[A-Za-z_]\w*", " ".join([M, *subject.shapes.values()])))
+    for name in given.keys() - named.keys() - set(subject.program.parameters):
+        has = ", ".join(named)
+        raise Fault(f"--size {name}={given[name]}: {text} has no such size; it has {has}")
 
 
 def _frozen(texts: Sequence[str], names: Sequence[str]) -> set[str]:
@@ -124,7 +147,10 @@ def built_in_sizes(name: str, given: Mapping[str, int]) -> dict[str, Any]:
 
 def _constant(name: str, known: Mapping[str, Any]) -> Any:
     if name not in known:
-        raise Fault(f"parameter {name} has no shape and no default: add --size {name}=NUMBER")
+        raise Fault(
+            f"parameter {name} has no shape and no default: add --size {name}=NUMBER, or for a "
+            f"tensor {name!r} to shapes="
+        )
     return known[name]
 
 
@@ -132,10 +158,18 @@ def _operands(subject: Variant) -> list[str]:
     """The parameters with a declared shape; the others must have defaults or sizes."""
     if not subject.shapes:
         raise Fault(
-            f"{subject.program.__name__} declares no shapes: write "
-            "@cz.block(shapes={'x': 'M D', 'w': 'N D'})"
+            f"{subject.program.__name__} declares no shapes: {declaration(subject.program)}"
         )
     return [name for name in subject.program.parameters if name in subject.shapes]
+
+
+def declaration(program: Program) -> str:
+    """What to write above an author's function that declares no shapes."""
+    kind, known = ("epilogue", 2) if isinstance(program, Epilogue) else ("block", 1)
+    usual = dict(zip(program.parameters[:known], ("'M D'", "'N D'"), strict=False))
+    names = [name for name in program.parameters if name not in program.defaults]
+    shapes = ", ".join(f"{name!r}: {usual.get(name, '...')}" for name in names)
+    return f"write @cz.{kind}(shapes={{{shapes}}}), each 'M N', 'M 1', '1 N' or the like"
 
 
 def _operand(subject: Variant, name: str, known: Mapping[str, Any], dtype: str) -> Operand:
@@ -159,6 +193,10 @@ def _size(token: str, operand: str, known: Mapping[str, Any]) -> Dim:
 def _load(text: str) -> Program:
     """The program `FILE.py:function` or `module:function`."""
     place, _, name = text.rpartition(":")
+    if text.endswith(".py"):
+        programs = programs_of(load_module(text))
+        there = " or ".join(f"{text}:{n}" for n in programs) or "@cz.epilogue above a function"
+        raise Fault(f"{text} is a file, and one program is wanted: write {there}")
     if not place or not name:
         built_in = ", ".join((*BUILT_IN, *VARIANTS))
         raise Fault(
@@ -172,9 +210,14 @@ def program_of(module: ModuleType, place: str, name: str) -> Program:
     found = getattr(module, name, None)
     if isinstance(found, Program):
         return found
-    programs = [n for n, value in vars(module).items() if isinstance(value, Program)]
+    programs = programs_of(module)
     there = f"it has {', '.join(programs)}" if programs else "write @cz.block above a function"
     raise Fault(f"{place} has no block or epilogue {name!r}: {there}")
+
+
+def programs_of(module: ModuleType) -> list[str]:
+    """The names of the programs in a module."""
+    return [name for name, value in vars(module).items() if isinstance(value, Program)]
 
 
 def load_module(place: str) -> ModuleType:

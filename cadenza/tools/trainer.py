@@ -33,8 +33,8 @@ def device_named(name: str) -> torch.device:
         device = torch.device(name)
         torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise Fault(f"device {name!r} is not usable ({reason}): choose cpu, or cuda") from error
+        reason, others = str(error).splitlines()[0], "cpu" if name == "cuda" else "cpu or cuda"
+        raise Fault(f"device {name!r} is not usable ({reason}): take --device {others}") from error
     return device
 
 

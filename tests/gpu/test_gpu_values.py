@@ -144,7 +144,7 @@ def interleaved(x, w, y):
 
 
 def grouped(x, w, y):
-    """Statistics of groups, of float32 whatever the product's dtype, and what comes back to them."""
+    """Statistics of groups: float32 whatever the product's dtype, and so is what comes back."""
     z = L.linear(x, w) - y
     return z, L.group_max(z, 32), L.group_sum(z, 32)
 

@@ -104,7 +104,7 @@ def _reasons(plan: PlanText, found: Explanation) -> Iterator[str]:
         elif held:
             yield f"{text.name} holds whole rows, to reduce them"
         else:
-            yield f"{text.name} makes operands of what no product of this pass has made"
+            yield f"{text.name} makes operands of products from what comes in, before any has run"
 
 
 def _is_late(vector: Any) -> bool:

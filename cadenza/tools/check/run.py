@@ -24,7 +24,7 @@ from cadenza.tools.check.values import Values
 from cadenza.tools.check.watch import watch
 from cadenza.tools.emitted import TARGETS
 from cadenza.tools.explain import Explanation, explain
-from cadenza.tools.fault import Fault
+from cadenza.tools.fault import Fault, one_line
 from cadenza.tools.target import DTYPES, parse_sizes
 
 Say = Callable[[str], Any]
@@ -51,7 +51,7 @@ def run_check(text: str, options: Options, *, as_json: bool, watched: bool) -> i
             sys.modules.pop(text.rpartition(":")[0], None)  # so that a module is run anew, too
             _once(text, options, gpus, as_json)
         except Fault as fault:  # half a file, saved while it is written
-            print("cadenza:", " ".join(str(fault).split()), file=sys.stderr)
+            print("cadenza:", one_line(str(fault)), file=sys.stderr)
 
     watch(place, again)
     return 0
@@ -122,7 +122,7 @@ def _of_kernels(
         found = explain(subject.large())
     except Fault as fault:
         cure = "sizes at which it is a program: --size NAME=NUMBER"
-        yield Finding("kernels", False, " ".join(str(fault).split()), cure)
+        yield Finding("kernels", False, one_line(str(fault)), cure)
         return
     judgement.kernels = kernel_data(found)
     yield from plan_findings(found, gpus[0] if gpus else DEFAULT_GPU)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+from cadenza.core import lang
 from cadenza.core.errors import ProgramError
 from cadenza.core.ir import Graph, verify
 from cadenza.core.ops import BOOLEAN, TypeRuleError
@@ -13,7 +15,7 @@ from cadenza.core.storage import dtypes_of
 from cadenza.core.trace import trace
 from cadenza.tools.check.findings import Finding
 from cadenza.tools.check.subject import Subject
-from cadenza.tools.target import Target
+from cadenza.tools.target import Target, declaration, place_of
 
 TRACES, TYPES = "traces", "typechecks"
 ONE_RUN = "the function is run once, on symbols: use what cadenza.lang has, on values alone"
@@ -30,7 +32,7 @@ class Traced(NamedTuple):
 def traced(subject: Subject) -> Traced:
     """Runs the function on symbols at small sizes. Raises Fault where a size is missing."""
     if not subject.variant.shapes:
-        cure = "write @cz.block(shapes={'x': 'M D', 'w': 'N D'}), @cz.epilogue likewise"
+        cure = declaration(subject.program)
         return Traced([Finding(TRACES, False, f"{subject.place}: no declared shapes", cure)])
     target = subject.small()
     try:
@@ -39,11 +41,10 @@ def traced(subject: Subject) -> Traced:
         said = f"{_place(error, subject)}: not written yet"
         return Traced([Finding(TRACES, False, said, f"write the body of {subject.name}")])
     except ProgramError as error:
-        return Traced(_refused(error))
+        return Traced(_refused(error, place_of(error, subject.program)))
     except Exception as error:  # noqa: BLE001  # whatever an author's function does on symbols
-        return Traced(
-            [Finding(TRACES, False, f"{_place(error, subject)}: {_said(error)}", ONE_RUN)]
-        )
+        said = f"{_place(error, subject)}: {_said(error)}"
+        return Traced([Finding(TRACES, False, said, cure_of(error))])
     done = Finding(TRACES, True, f"{len(graph.nodes())} values")
     return Traced([done, Finding(TYPES, True, signature(graph))], target, graph)
 
@@ -66,18 +67,35 @@ def signature(graph: Graph) -> str:
     return f"{', '.join(inputs)} -> {', '.join(outputs)}"
 
 
-def summary(error: ProgramError) -> tuple[str, str]:
-    """An error in one line, without what to write, and what to write."""
-    problem, found, expected, write = error.parts
-    place, _, _ = str(error).partition(f": {problem}")
+def summary(error: ProgramError) -> str:
+    """An error in one line, without its place and what to write."""
+    problem, found, expected, _ = error.parts
     parts = [f"found {found}" if found else "", f"expected {expected}" if expected else ""]
-    return f"{place}: {problem}: {'; '.join(filter(None, parts))}", write
+    return f"{problem}: {'; '.join(filter(None, parts))}"
 
 
-def _refused(error: ProgramError) -> list[Finding]:
-    text, write = summary(error)
+def cure_of(error: Exception) -> str:
+    """What to write where Python itself refuses a line of an author's function."""
+    said = str(error)
+    if isinstance(error, NameError):
+        return "a name that the file defines, a parameter of the function, or L. before it"
+    if isinstance(error, ValueError) and "to unpack" in said:
+        return "a, b = L.split(x) for two parts, L.columns(x, start, stop) for any other"
+    called = said.partition("(")[0]
+    if isinstance(error, TypeError) and called in lang.__all__:
+        return f"L.{called}({_parameters(getattr(lang, called))})"
+    return ONE_RUN
+
+
+def _parameters(function: Callable[..., Any]) -> str:
+    """The parameters of a function, without their types."""
+    parameters = inspect.signature(function).parameters.values()
+    return ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
+
+
+def _refused(error: ProgramError, place: str) -> list[Finding]:
+    text, write = f"{place}: {summary(error)}", error.parts[-1]
     if isinstance(error.__context__, TypeRuleError):
-        place = text.split(": ", 1)[0]
         return [Finding(TRACES, True, f"up to {place}"), Finding(TYPES, False, text, write)]
     return [Finding(TRACES, False, text, write)]
 

@@ -35,6 +35,7 @@ Tensor = torch.Tensor
 RAGGED = (0, 1, 127, 129)
 FORMULA = 1e-9  # of a value's size: how far a reference's other order of operations may be off
 OURS = "a fault of Cadenza's: please report it, with the program"
+KEPT = "outputs of one shape: a reduction of each row is [M, 1], with keepdim=True in torch"
 GUARD = "keep logarithms, roots and divisions from zero: L.maximum(x, 1e-6), or add an eps"
 JUMPS = "the function jumps there, or its pieces don't meet: make it continuous"
 FOUND_AGAIN = "L.stored(x) first: another kernel sees what is compared for equality rounded"
@@ -109,11 +110,14 @@ class Values:
                 said = f"{len(self.exact.outputs)} outputs, {len(outputs)} of {name}"
                 return Finding(check, False, said, f"return what {name} returns, in its structure")
             problem = _shapes_apart(self.exact.outputs, outputs, name)
-            expected = self.exact if problem else results(reference, self.arguments, self.upstream)
+            if problem:
+                return Finding(check, False, problem, KEPT)
+            expected = results(reference, self.arguments, self.upstream)
         except Exception as error:  # noqa: BLE001  # whatever an author's reference raises
             said = " ".join(f"{name} raises {type(error).__name__}: {error}".split())
-            return Finding(check, False, said, f"{name} with the call's own arguments")
-        problem = problem or _apart(self.exact, expected, name, max(FORMULA, self.allowed))
+            call = ", ".join(self.arguments)
+            return Finding(check, False, said, f"def {name}({call}): the call's own arguments")
+        problem = _apart(self.exact, expected, name, max(FORMULA, self.allowed))
         if problem:
             return Finding(check, False, problem, f"compare the formula with {name}'s")
         return Finding(check, True, f"outputs and gradients are {name}'s, in float64")
@@ -129,6 +133,8 @@ class Values:
             return Finding(check, False, f"{relative(ours, exact):.1e} off autograd's", OURS)
         if not exact.any():
             return Finding(check, True, "zero: no output depends on it but by comparisons")
+        if not all(y.isfinite().all() for y in self.exact.outputs.values()):
+            return Finding(check, None, "an output is not finite, so no differences")
         slope = "it rounds, so no differences"
         if not self.rounds:
             slope, holds = self._slope(name)
@@ -175,7 +181,7 @@ class Values:
             try:
                 graph_of(self.subject.small(**changed))
             except ProgramError as error:
-                refusal = summary(error)[0].split(": ", 1)[-1]
+                refusal = summary(error)
                 continue
             allowed.append(changed)
             if len(changed) == len(sizes):
