@@ -264,14 +264,14 @@ def test_the_layers_of_cadenza_move_less():
 
 
 def test_a_loss_in_chunks_runs_its_program_chunk_by_chunk():
-    small = DecoderSubject(decoder(vocab_size=2**20, num_hidden_layers=1), 1, 300)
+    small = DecoderSubject(decoder(vocab_size=2**22, num_hidden_layers=1), 1, 300)
     with fake():
         step = traced(parts(small.after())[REST])
     products = each(step, "products")
-    chunks = -(-300 // max(128, CHUNK_ELEMENTS // 2**20))
+    chunks = -(-300 // max(128, CHUNK_ELEMENTS // 2**22))
     assert chunks > 1
     assert len(products) == 3 * chunks
-    assert sum(x.flops for x in products) == 6 * 300 * 64 * 2**20
+    assert sum(x.flops for x in products) == 6 * 300 * 64 * 2**22
 
 
 # --- time -----------------------------------------------------------------------------------------

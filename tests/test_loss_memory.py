@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cadenza as cz
+from cadenza.library.cross_entropy import _call, _chunk
+from cadenza.library.loss_batch import ALONE, FIRST, LATER, Batch
 
 WIDTH, CLASSES, CHUNK = 4, 200, 8
 NUMBER = 8  # bytes
@@ -101,3 +103,23 @@ def test_forward_leaves_little_behind(lean):
     kept = sum(size for _, size in allocated.alive.values())
     assert loss.requires_grad
     assert kept <= (0 if lean else gradients(rows)) + rows * 8 * NUMBER
+
+
+def test_as_many_rows_as_cost_no_more_are_one_chunk():
+    """Logits of D rows more are what dw in float32 would take besides."""
+    w, most = torch.empty(128256, 4096, dtype=torch.bfloat16, device="meta"), 8192
+    for rows, size in ((1, most), (most, most), (most + 1, 4096)):
+        assert _chunk(torch.empty(rows, device="meta"), w, False) == size
+    assert _chunk(torch.empty(most, device="meta"), w.float(), False) == 4096
+    assert _chunk(torch.empty(most, device="meta"), w, True) == 2**26 // most
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gradient_of_w_that_is_one_chunk_is_rounded_where_it_is_made(dtype):
+    """And gradients of several chunks are added up in float32."""
+    x, w = torch.randn(24, 8, dtype=dtype), torch.randn(40, 8, dtype=dtype)
+    batch = Batch([x, w, torch.randint(0, 40, (24,))], _call(("x", "w", "target"), (), None))
+    alone, first, later = (batch.sums(p, 7) for p in (slice(0, 24), slice(0, 8), slice(8, 24)))
+    assert alone is (ALONE if dtype == torch.bfloat16 else FIRST)
+    assert (first, later) == (FIRST, LATER)
+    assert batch.sums(slice(8, 24), 0) is ALONE

@@ -9,9 +9,12 @@ import torch
 from planned import matrices_of
 from triton_plans import check, interpreted, quiet, trials_of
 
+from cadenza import lang as L
+from cadenza.backends.triton.executable import Executable
+from cadenza.backends.triton.overwriting import takers
 from cadenza.core.pipeline import Sums, compile_program
 from cadenza.core.plan_text import PairText, counts
-from cadenza.core.trace import Signature
+from cadenza.core.trace import Operand, Signature
 from cadenza.library.loss_blocks import linear_loss, vocabulary_gradient, vocabulary_part
 from cadenza.library.operands import describe
 
@@ -71,6 +74,49 @@ def test_a_chunk_is_three_products_and_keeps_the_rounded_logits(options):
     assert counts(pair.backward_plan) == "2 products, 1 pointwise kernel"
     matrices = [o for o in pair.forward.outputs if o.type.is_matrix]
     assert [PairText(pair).names[node] for node in matrices] == ["logits"]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_gradient_of_logits_takes_their_place(options):
+    pair, _ = rows_of(options, torch.bfloat16)
+    ((value, given),) = takers(pair.backward_plan, pair.backward.inputs).items()
+    assert PairText(pair).names[given] == "logits"
+    products = [k.product for k in pair.backward_plan.kernels if k.product is not None]
+    assert all(value in product.inputs for product in products)
+
+
+@interpreted
+@quiet
+def test_kernels_write_over_what_is_spent_and_nothing_else():
+    pair, matrices = rows_of(OPTIONS["all"])
+    _, backward = trials_of(pair, matrices, ROWS)
+    run, positions = Executable(backward.plan), range(len(backward.inputs))
+    kept = [t.clone() for t in backward.inputs]
+    expected = run(backward.inputs, ROWS)
+    assert all(torch.equal(t, k) for t, k in zip(backward.inputs, kept, strict=True))
+    found = run(backward.inputs, ROWS, spent=positions)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    written = [
+        PairText(pair).names[node]
+        for node, tensor, whole in zip(pair.backward.inputs, backward.inputs, kept, strict=True)
+        if not torch.equal(tensor, whole)
+    ]
+    assert written == ["logits"]
+
+
+def test_what_is_read_twice_or_elsewhere_keeps_its_place():
+    def twice(x, w, v):
+        z = L.stored(L.exp(x))
+        return L.matmul(z, w), L.matmul(x, v)
+
+    def apart(x, w):
+        left, right = L.split(x)
+        return L.matmul(L.stored(L.concat(right, left)), w)
+
+    for function, names in ((twice, "xwv"), (apart, "xw")):
+        operands = [Operand(n, ("M" if n == "x" else 64), 64, "bfloat16") for n in names]
+        plan = compile_program(function, Signature(tuple(operands))).forward_plan
+        assert takers(plan, plan.graph.inputs) == {}
 
 
 @interpreted

@@ -86,17 +86,19 @@ class Executable:
         return executable.compile_plan(self.plan, described=self.described)
 
     def __call__(
-        self, tensors: Sequence[Tensor], rows: int, into: Mapping[int, Tensor] = NOTHING
-    ) -> list[Tensor]:
+        self, tensors: Sequence[Tensor], rows: int, into: Mapping[int, Tensor] = NOTHING,
+        spent: Sequence[int] = (),
+    ) -> list[Tensor]:  # fmt: skip
         """The outputs, new contiguous tensors, of inputs in the graph's order, each 2-D.
 
-        Those at the positions `into` are written there instead, over an input that is added to.
+        Those at the positions `into` are written there instead; it may be an input that is added
+        to. The inputs at the positions `spent` may be written over.
         """
         if 0 in [tensor.data_ptr() for tensor in tensors]:
             self._check_memory(tensors)
         if self.backend == "reference" or not self._by_triton(tensors[0]):
             return put(self.reference(tensors, rows), into)
-        found: list[Tensor] = self.triton(tensors, rows, into)
+        found: list[Tensor] = self.triton(tensors, rows, into, spent)
         return found
 
     def _check_memory(self, tensors: Sequence[Tensor]) -> None:

@@ -25,6 +25,7 @@ from cadenza.library.loss_arguments import (
     check_terms,
 )
 from cadenza.library.loss_batch import (
+    ALONE,
     TRAINED,
     Batch,
     by_operand,
@@ -42,7 +43,7 @@ from cadenza.library.specialize import Call
 Tensor = torch.Tensor
 Operands = dict[str, Tensor]
 Terms = dict[str, Any]  # ignore_index, label_smoothing, z_loss, softcap
-CHUNK_ELEMENTS = 2**28  # of logits: 2048 rows of the largest vocabularies, which fill a GPU
+CHUNK_ELEMENTS = 2**29  # of logits: 4096 rows of a vocabulary of 128256, in 1 GB
 LEAN_ELEMENTS = 2**26
 STEP = 128  # a chunk is a multiple of it
 
@@ -112,8 +113,15 @@ def linear_cross_entropy(
 
 def _chunk(target: Tensor, w: Tensor, lean: bool) -> int:
     """How many rows, or lean classes, are taken at a time."""
-    elements, other = (LEAN_ELEMENTS, target.numel()) if lean else (CHUNK_ELEMENTS, w.shape[0])
-    return max(STEP, elements // max(1, other) // STEP * STEP)
+    rows = target.numel()
+    elements, other = (LEAN_ELEMENTS, rows) if lean else (CHUNK_ELEMENTS, w.shape[0])
+    size = max(STEP, elements // max(1, other) // STEP * STEP)
+    if lean or w.dtype != torch.bfloat16:
+        return size
+    # In one chunk nothing is added up: the gradient of w takes 2 bytes a number instead of 4. The
+    # number of rows itself would make torch.compile compile for each anew.
+    whole = size + w.shape[1]
+    return whole if rows <= whole else size
 
 
 def _operands(
@@ -184,19 +192,26 @@ def _call(names: tuple[str, ...], terms: tuple[Any, ...], autocast: str | None) 
 class _Gradients:
     """The gradients of x, w and bias, filled chunk by chunk; an unneeded one stays empty."""
 
-    def __init__(self, named: Operands, mask: int) -> None:
+    def __init__(self, named: Operands, mask: int, alone: bool = False) -> None:
         self.mask, self.needed = mask, names_of(mask)
         x, w = named["x"], named["w"]
         self.brain = w.dtype == torch.bfloat16
-        self.filled = {"x": torch.empty_like(x) if "x" in self.needed else x.new_empty(0)}
-        for name, operand in (("w", w), ("bias", named.get("bias", w))):
-            shape = operand.shape if name in self.needed else (0,)
-            self.filled[name] = operand.new_zeros(shape, dtype=wide(operand))
+        bias, dtype = named.get("bias", w), w.dtype if alone else wide(w)
+        self.filled = {
+            "x": torch.empty_like(x) if "x" in self.needed else x.new_empty(0),
+            "w": w.new_empty(w.shape if "w" in self.needed else (0,), dtype=dtype),
+            "bias": bias.new_zeros(bias.shape if "bias" in self.needed else (0,), dtype=wide(bias)),
+        }
+        if not x.shape[0]:  # no chunk will fill it
+            self.filled["w"].zero_()
 
-    def add(self, rows: slice, gradients: Operands) -> None:
-        """Puts in one chunk; that of w was added where it was computed."""
-        if "x" in self.needed:
-            self.filled["x"][rows] = gradients["x"]
+    def places(self, rows: slice) -> Operands:
+        """Where the gradients of a chunk are written, or added."""
+        found = {"x": self.filled["x"][rows], "w": self.filled["w"]}
+        return {name: place for name, place in found.items() if name in self.needed}
+
+    def add(self, gradients: Operands) -> None:
+        """Adds those of a chunk that have no place."""
         if "bias" in self.needed:
             self.filled["bias"] += gradients["bias"].reshape(-1)
 
@@ -218,7 +233,8 @@ def _run(
     batch: Batch, size: int, needed: int, adjoint: Tensor | None = None
 ) -> tuple[Tensor, _Gradients]:
     """The loss of each row, and the gradients for `adjoint`, one number a row (ones if None)."""
-    gradients = _Gradients(batch.named, needed)
+    alone = batch.sums(slice(0, min(size, batch.rows)), needed) is ALONE
+    gradients = _Gradients(batch.named, needed, alone)
     losses = batch.x.new_empty(batch.rows, dtype=batch.wide)
     given = torch.ones_like(losses) if adjoint is None else adjoint
     with without_autocast(batch.x), torch.no_grad():
@@ -230,10 +246,13 @@ def _run(
 def _run_chunk(batch: Batch, part: slice, adjoint: Tensor, gradients: _Gradients) -> Tensor:
     """One chunk's losses [rows]; of what it needs besides, nothing outlives this call."""
     chunk, rows = batch.of_rows(part), adjoint.shape[0]
-    compiled = batch.compiled(linear_loss, chunk, gradients.mask)
+    sums = batch.sums(part, gradients.mask)
+    compiled = batch.compiled(linear_loss, chunk, gradients.mask, sums)
     results = compiled.forward_on(chunk, rows)
-    found = compiled.backward_on(chunk, results, [adjoint[:, None]], rows, gradients.filled)
-    gradients.add(part, found)
+    found = compiled.backward_on(
+        chunk, results, [adjoint[:, None]], rows, gradients.places(part), spent=True
+    )
+    gradients.add(found)
     return results[0].reshape(-1)
 
 

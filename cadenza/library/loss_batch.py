@@ -14,11 +14,17 @@ from typing import Any
 import torch
 
 from cadenza.core.errors import CadenzaError
+from cadenza.core.pipeline import Sums
 from cadenza.library.function import Program
 from cadenza.library.specialize import Call, Specialization
 
 Tensor = torch.Tensor
 TRAINED = ("x", "w", "bias")  # by the bits of a mask of needed gradients
+# Gradients of a chunk that is all there is, of the first of several, of one that follows. That of
+# w is rounded at once where nothing is added to it and its range is that of float32.
+ALONE = Sums(wide=frozenset(["bias"]))
+FIRST = Sums(wide=frozenset(["bias", "w"]))
+LATER = Sums(wide=frozenset(["bias"]), added=frozenset(["w"]))
 OF_ROWS, OF_CLASSES = ("target", "own_weight"), ("bias", "class_weight")
 
 
@@ -87,15 +93,23 @@ class Batch:
         """Numbers of some classes, each [1, N]."""
         return {name: self.named[name][None, part] for name in OF_CLASSES if name in self.named}
 
+    def sums(self, part: slice, trained: int) -> Sums:
+        """How the gradients of a chunk of rows become those of all."""
+        alone = part.start == 0 and part.stop == self.rows
+        if not trained or (alone and self.w.dtype == torch.bfloat16):
+            return ALONE
+        return FIRST if part.start == 0 else LATER
+
     def compiled(
-        self, program: Program, operands: dict[str, Tensor], trained: int = 0, **constants: Any
-    ) -> Specialization:
+        self, program: Program, operands: dict[str, Tensor], trained: int = 0, sums: Sums = ALONE,
+        **constants: Any,
+    ) -> Specialization:  # fmt: skip
         """The program for those operands and options that it knows, with gradients of `trained`."""
         tensors = {n: v for n, v in operands.items() if n in program.parameters}
         known = {n: v for n, v in self.options.items() if n in program.parameters} | constants
         own = Call(
             tuple(tensors), tuple(known.items()), self.call.autocast, self.call.backend,
-            wide=("bias",), added=("w",),
+            wide=tuple(sorted(sums.wide)), added=tuple(sorted(sums.added)),
         )  # fmt: skip
         wanted = names_of(trained)
         needed = sum((name in wanted) << place for place, name in enumerate(tensors))

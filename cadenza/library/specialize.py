@@ -96,19 +96,23 @@ class Specialization:
         results: Sequence[Tensor],
         adjoints: Sequence[Tensor],
         rows: int,
-        sums: Mapping[str, Tensor] = NO_TENSORS,
+        places: Mapping[str, Tensor] = NO_TENSORS,
+        spent: bool = False,
     ) -> dict[str, Tensor]:
         """Gradients by operand, given what `forward_on` returned and the outputs' adjoints.
 
-        Those of operands that are `added` are added to `sums`, in place.
+        Those in `places` are written there; of operands that are `added`, added to what is there.
+        What forward saved beside its outputs may be written over if it is `spent`.
         """
         pair = self.pair
         if pair.backward is None:
             return {}
         values = [results[v] if isinstance(v, int) else named[v] for v in pair.values]
-        inputs = [*values, *(adjoints[p] for p in pair.adjoints), *(sums[n] for n in pair.added)]
-        into = {pair.gradients.index(name): sums[name] for name in pair.added}
-        return dict(zip(pair.gradients, self.backward(inputs, rows, into), strict=True))
+        inputs = [*values, *(adjoints[p] for p in pair.adjoints), *(places[n] for n in pair.added)]
+        into = {p: places[name] for p, name in enumerate(pair.gradients) if name in places}
+        own = [p for p, v in enumerate(pair.values) if isinstance(v, int) and v >= pair.outputs]
+        found = self.backward(inputs, rows, into, own if spent else ())
+        return dict(zip(pair.gradients, found, strict=True))
 
     @cached_property
     def outputs(self) -> list[tuple[Any, int, torch.dtype]]:

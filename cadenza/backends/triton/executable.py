@@ -12,6 +12,7 @@ from cadenza.backends import NOTHING, put
 from cadenza.backends.steps import Owner
 from cadenza.backends.triton.launch import NOT_CAPTURED
 from cadenza.backends.triton.memory import Memory
+from cadenza.backends.triton.overwriting import takers
 from cadenza.backends.triton.program import Choose, Program
 from cadenza.backends.triton.replay import Recording, Replay
 from cadenza.backends.triton.replay import replay as make_replay
@@ -73,19 +74,23 @@ class Executable:
         self.programs[self.target, self.rows] = Program(self.plan, choose, text, self.target)
 
     def __call__(
-        self, tensors: Sequence[Tensor], rows: int, into: Mapping[int, Tensor] = NOTHING
-    ) -> list[Tensor]:
+        self, tensors: Sequence[Tensor], rows: int, into: Mapping[int, Tensor] = NOTHING,
+        spent: Sequence[int] = (),
+    ) -> list[Tensor]:  # fmt: skip
         """The outputs, new contiguous tensors, of inputs in the graph's order, each 2-D.
 
-        Those at the positions `into` are written there, over an input that is added to: a tile of
-        it is read before it is written, and no other reads it.
+        Those at the positions `into` are written there; it may be an input that is added to, of
+        which a tile is read before it is written, and no other reads it. Kernels may write over the
+        inputs at the positions `spent`.
         """
         if rows == 0 or self.wide:
             return put(self.program.plain(tensors, rows), into)
         device = tensors[0].device
         if device.type != "cuda":
             self.target = Target.of(device)
-            return self._stepwise(tensors, Memory(rows, device), into)
+            memory = Memory(rows, device)
+            memory.places = self._over([tensors[p] for p in spent], spent)
+            return self._stepwise(tensors, memory, into)
         tf32 = self.single and torch.backends.cuda.matmul.allow_tf32
         bits = 0
         for tensor in tensors:
@@ -93,12 +98,14 @@ class Executable:
         aligned = bits % 16 == 0 or tuple([t.data_ptr() % 16 == 0 for t in tensors])
         key = (rows, device.index, tf32, aligned, tuple([t.stride() for t in tensors]))
         replay = self.replays.get(key)
-        if replay is not None and not into:
+        own_places = into or spent
+        if replay is not None and not own_places:
             return replay(tensors)
         self.target = replace(Target.of(device), tf32=tf32)
         self._choose(tensors, rows)
-        recorded = key in self.replays or into
+        recorded = key in self.replays or own_places
         memory = Memory(rows, device, recording=None if recorded else Recording())
+        memory.places = self._over([tensors[p] for p in spent], spent)
         outputs = self._stepwise(tensors, memory, into)
         apart = len({t.data_ptr() for t in tensors}) == len(tensors)
         if memory.recording is not None and apart:  # else it wouldn't tell these inputs apart
@@ -111,7 +118,7 @@ class Executable:
         self, tensors: Sequence[Tensor], memory: Memory, into: Mapping[int, Tensor]
     ) -> list[Tensor]:
         """The outputs, step by step."""
-        memory.places = {self.plan.graph.outputs[p]: place for p, place in into.items()}
+        memory.places |= {self.plan.graph.outputs[p]: place for p, place in into.items()}
         for node, tensor in zip(self.plan.graph.inputs, tensors, strict=True):
             memory.values[node] = tensor.reshape(-1).contiguous() if is_vector(node) else tensor
         for step in self.program.steps:
@@ -125,6 +132,13 @@ class Executable:
             for p, o in enumerate(self.outputs)
         ]  # fmt: skip
         return put(found, into)
+
+    def _over(self, tensors: Sequence[Tensor], positions: Sequence[int]) -> dict[Node, Tensor]:
+        """The values that are written over these inputs, and where."""
+        inputs = [self.plan.graph.inputs[p] for p in positions]
+        known = dict(zip(inputs, tensors, strict=True))
+        whole = [node for node, tensor in known.items() if tensor.is_contiguous()]
+        return {value: known[given] for value, given in takers(self.plan, whole).items()}
 
     @property
     def outputs(self) -> Iterable[Node]:

@@ -105,13 +105,13 @@ def _loss(operands: Sequence[Tensor], call: str, size: int, needed: int) -> Iter
 
 def _chunk(batch: Batch, part: slice, needed: int) -> Iterator[Launch]:
     operands, rows = batch.of_rows(part), part.stop - part.start
-    program = batch.compiled(linear_loss, operands, needed)
+    sums = batch.sums(part, needed)
+    program = batch.compiled(linear_loss, operands, needed, sums)
     found = [*forward(program, rows), *(backward(program, rows) if needed else ())]
     yield from (launch._replace(narrow=False, cast=0) for launch in found)
-    for name in ("w", "bias"):
-        if name in program.pair.gradients and name not in program.pair.added:
-            summed = operands[name].numel() * batch.wide.itemsize
-            yield Launch(f"adds a chunk's gradient of {name}", MEMORY, 0, 3 * summed)
+    if "bias" in program.pair.gradients:
+        summed = operands["bias"].numel() * batch.wide.itemsize
+        yield Launch("adds a chunk's gradient of bias", MEMORY, 0, 3 * summed)
 
 
 def _rows(operands: Any, call: str, size: int) -> Iterator[Launch]:
