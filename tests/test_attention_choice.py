@@ -151,6 +151,12 @@ def test_backward_never_waits_for_who_measures(watch, monkeypatch):
         assert order_of(CALL) == ()
 
 
+def test_who_prefers_a_kernel_never_waits_for_who_measures(watch):
+    with attention_race.preferring(("cudnn",)), attention_choice._lock:
+        assert order_of(CALL) == ()
+    assert order_of(CALL)
+
+
 def test_what_the_caller_has_said_of_kernels_stays_said(watch):
     with sdpa_kernel(SDPBackend.MATH):
         assert order_of(CALL) == known(GPU, torch.bfloat16, *HEADS) == ()

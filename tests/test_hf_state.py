@@ -153,6 +153,19 @@ def test_state_loads_both_ways_and_strictly():
     assert_same_state(twin, other)
 
 
+def test_a_deep_copy_of_a_compiled_model_computes_with_its_own_weights():
+    model = _fresh()
+    model.compile(backend="eager")
+    expected = model(**batch()).logits
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(**batch()).logits, expected)
+    with torch.no_grad():
+        for weight in copied.parameters():
+            weight.zero_()
+    assert not copied(**batch()).logits.any()
+    assert torch.equal(model(**batch()).logits, expected)
+
+
 def test_a_deep_copy_stays_accelerated_and_is_its_own():
     model = _fresh()
     copied = copy.deepcopy(model)

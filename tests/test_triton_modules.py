@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.backends.triton import modules
+from cadenza.backends.triton import launch, modules
 
 TEXT = '"""F1: acc1 = y @ wo.T  [M, 64]"""\n\nSIGN = "é"\n\n\ndef kernel():\n    return {}\n'
 ROOT = Path(__file__).resolve().parent.parent
@@ -258,3 +258,22 @@ def test_several_processes_write_at_once(cache):
         writer.stdin.close()
     assert [writer.wait() for writer in writers] == [0, 0, 0]
     assert files(cache) == sorted(modules.file_name(text(n)) for n in range(COUNT))
+
+
+# --- compiled kernels -----------------------------------------------------------------------------
+
+
+def test_kernels_are_kept_where_they_were_before_torch_compile_moved_the_cache(monkeypatch):
+    from triton import knobs
+
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    before = knobs.cache.dir
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/moved")
+    monkeypatch.setattr(launch, "TRITON_CACHE", None)
+    assert knobs.cache.dir == "/moved"
+    with launch.cache_as_loaded():
+        assert knobs.cache.dir == before
+    assert knobs.cache.dir == os.environ["TRITON_CACHE_DIR"] == "/moved"
+    monkeypatch.setattr(launch, "TRITON_CACHE", "/chosen")
+    with launch.cache_as_loaded():
+        assert knobs.cache.dir == "/chosen"

@@ -6,6 +6,7 @@ compile for it they do compile.
 
 import json
 import logging
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from cadenza.backends.triton.compiled import Report
 from cadenza.backends.triton.configuration import Configuration, Strip
 from cadenza.backends.triton.target import Target
 from cadenza.backends.triton.tuning import candidates, choices, contests, records
+from cadenza.backends.triton.tuning import workers as tuning_workers
 from cadenza.backends.triton.tuning.recipes import KernelCall, ProductCall, views
 from cadenza.backends.triton.tuning.worker import COMPILE, Compile, Measure
 from cadenza.backends.triton.tuning.workers import Hangs, Worker, Workers
@@ -201,6 +203,23 @@ def test_a_worker_that_does_not_answer_is_ended(worker, task, problem):
         worker.ask(task, 1)
     assert caught.value.said == task.said
     assert worker.process.poll() is not None
+
+
+@pytest.mark.parametrize("chosen", [None, "/chosen"])
+def test_workers_keep_kernels_there_too(monkeypatch, chosen):
+    made = {}
+
+    class Process:
+        pid = 0
+
+        def __init__(self, command, env, **_):
+            made.update(env)
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/moved")
+    monkeypatch.setattr(tuning_workers, "TRITON_CACHE", chosen)
+    Worker(COMPILE)
+    assert made.get("TRITON_CACHE_DIR") == chosen
 
 
 @pytest.mark.slow

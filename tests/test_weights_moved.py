@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from joint_weights import Copies, apart, given, joint, layer, step, together
+from joint_weights import WIDTH, Copies, apart, given, joint, layer, step, together
 from tiny_models import each_family, tiny, tiny_config, tokens_and_targets
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -113,6 +113,18 @@ def test_a_deep_copy_has_memory_of_its_own():
             weight.zero_()
     for key, value in module.state_dict().items():
         assert torch.equal(value, expected[key]), key
+
+
+def test_a_deep_copy_of_a_compiled_module_computes_with_its_own_weights():
+    module, x = cz.nn.FeedForward(WIDTH, 40), torch.randn(3, WIDTH)
+    module.compile(backend="eager")
+    expected = module(x)
+    copied = copy.deepcopy(module)
+    assert torch.equal(copied(x), expected)
+    with torch.no_grad():
+        copied.down_proj.weight.zero_()
+    assert not copied(x).any()
+    assert torch.equal(module(x), expected)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ from cadenza.core.plan_text import PairText
 Tensor = torch.Tensor
 NAMES = ("auto", "reference", "triton")
 NOTHING: Mapping[int, Tensor] = MappingProxyType({})
+# Where Triton keeps compiled kernels: torch.compile's first use moves it for the whole process.
+TRITON_CACHE = os.environ.get("TRITON_CACHE_DIR")
 log = logging.getLogger("cadenza")
 if os.environ.get("CADENZA_LOG"):  # debug, info, warning: said on standard error
     log.setLevel(os.environ["CADENZA_LOG"].upper())

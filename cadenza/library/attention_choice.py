@@ -86,12 +86,12 @@ def _settled(call: Call) -> Order:
     how = _mode()
     if how == "off" or torch.cuda.is_current_stream_capturing():
         return ()
-    # What measures waits for backward's threads, which must not wait for it.
-    in_backward = torch._C._current_graph_task_id() != -1
-    if not _lock.acquire(blocking=not in_backward):
+    # What measures waits for backward's threads and for who prefers: they must not wait for it.
+    is_awaited = is_inside() or torch._C._current_graph_task_id() != -1
+    if not _lock.acquire(blocking=not is_awaited):
         return ()
     try:
-        entry = _entry(call.rounded(), how, may_measure=not (in_backward or is_inside()))
+        entry = _entry(call.rounded(), how, may_measure=not is_awaited)
         if entry is None:
             return ()
         _decided[call] = order = _admitted(call, tuple(entry["order"]))

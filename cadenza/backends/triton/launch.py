@@ -10,14 +10,20 @@ another way has a branch in `_raw`; where none fits, the public interface goes o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from cadenza.backends import TRITON_CACHE
 from cadenza.core.errors import BackEndError
 
+log = logging.getLogger("cadenza")
 Tensor = torch.Tensor
+TOLD = 0.5  # seconds: one that Triton's cache holds takes less
 KEPT_MAPS = 4096
 KNOWN = ("3.6.",)  # releases of Triton whose launcher is called directly
 WIDE = 2**31  # whole numbers from here on are passed in 64 bits
@@ -47,6 +53,20 @@ NOT_CAPTURED = (
     "kernels can't be compiled then: call it once before"
 )
 Argument = Tensor | int | Descriptor
+
+
+@contextmanager
+def cache_as_loaded() -> Iterator[None]:
+    """Inside, Triton's cache is where it was when the package was loaded.
+
+    torch.compile gives the process another folder when it first compiles a kernel: without this, a
+    kernel would be looked for where neither another process nor an earlier run has put it.
+    """
+    from triton import knobs
+
+    with knobs.cache.scope():
+        knobs.cache.dir = TRITON_CACHE or knobs.cache.get_triton_dir("cache")
+        yield
 
 
 def _key(value: Argument) -> int:
@@ -81,8 +101,12 @@ class Launcher:
             return
         if key not in self._known and torch.cuda.is_current_stream_capturing():
             raise BackEndError(NOT_CAPTURED)
-        with torch.cuda.device(device):
+        start = time.perf_counter()
+        with torch.cuda.device(device), cache_as_loaded():
             kernel = self._public(grid, arguments)
+        taken = time.perf_counter() - start
+        if taken > TOLD:
+            log.debug("a first launch took %.1f s: %s", taken, self.function.__module__)
         if key not in self._known:
             self.compiled.append(kernel)
             self._known[key] = _direct(kernel, len(self.constants), device.index)

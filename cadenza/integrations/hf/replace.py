@@ -67,7 +67,7 @@ def _reduce(module: Any, protocol: int) -> Any:
 def _copy(module: Any, memo: dict[int, Any]) -> Any:
     copied = object.__new__(type(module))
     memo[id(module)] = copied
-    copied.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    copied.__dict__.update(copy.deepcopy(module.__getstate__(), memo))  # not what is compiled
     for weights in copied.groups_together():
         put_together(weights)
     return copied

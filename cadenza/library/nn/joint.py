@@ -40,7 +40,7 @@ class Joint(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))  # not what is compiled
         copied.put_together()
         return copied
 
