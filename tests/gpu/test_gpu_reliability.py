@@ -58,13 +58,14 @@ def variant(name, place, dtype=None, rows=129):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_11_programs_of_the_library_agree_under_every_candidate(name, direction, place):
-    """Those that tuning would measure, row and column operands as they come."""
+    """The default, and every third that tuning would measure: the next program takes the next."""
     given = given_of(name, place)[DIRECTIONS.index(direction)]
     target = Target.of(place.device)
     program = Program(given.plan, target=target)
     steps = [step for step in program.steps if isinstance(step, ProductLaunch)]
     options = {step.product: candidates_of(program, step, target, place) for step in steps}
-    for number in range(max(map(len, options.values()), default=1)):
+    most = max(map(len, options.values()), default=1)
+    for number in (0, *range(1 + NAMES.index(name) % 3, most, 3)):
         used = {product: found[number % len(found)] for product, found in options.items()}
         try:
             found = attempt(given, lambda kernel, used=used: used.get(kernel.product))
