@@ -13,6 +13,7 @@ import statistics
 import sys
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 
 COLUMNS = 100
 FUNCTION_LINES = 40
@@ -73,6 +74,12 @@ FOREIGN = re.compile(
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a file, made once for all that look at it."""
+    return ast.parse(source)
+
+
 def layer_of(path: str) -> str:
     """The layer that a file of the package belongs to."""
     parts = path.removesuffix(".py").split("/")[1:]
@@ -114,7 +121,7 @@ def imports(path: str, source: str) -> list[str]:
     if layer not in LAYERS:
         return [f"{path}: there is no layer {layer!r}; the layers are {', '.join(LAYERS)}"]
     found = []
-    for line, name in imported(path, ast.parse(source)):
+    for line, name in imported(path, parsed(source)):
         top, _, rest = name.partition(".")
         if top == "cadenza":
             target = rest.split(".")[0]
@@ -162,7 +169,7 @@ def function_length(path: str, source: str) -> list[str]:
     return [
         f"{path}:{function.lineno}: {function.name} has {length(function)} lines, "
         f"at most {FUNCTION_LINES}"
-        for function in functions(ast.parse(source))
+        for function in functions(parsed(source))
         if length(function) > FUNCTION_LINES
     ]
 
@@ -179,7 +186,7 @@ def typical_length(lengths: list[int]) -> list[str]:
 
 def public_names(source: str) -> set[str]:
     """What a module lists in its `__all__`."""
-    for node in ast.parse(source).body:
+    for node in parsed(source).body:
         if isinstance(node, ast.Assign) and [called(name) for name in node.targets] == ["__all__"]:
             return set(ast.literal_eval(node.value))
     return set()
@@ -201,7 +208,7 @@ def is_traced(path: str, function: Function) -> bool:
 
 def parameters(path: str, source: str, public: frozenset[str] = frozenset()) -> list[str]:
     """At most 6 parameters; 8 for an entry in `public` and the methods of a public class."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     owner = {id(method): group for group in classes for method in group.body}
     found = []
@@ -226,7 +233,7 @@ def telling_name(path: str, source: str = "") -> list[str]:
 
 def module_docstring(path: str, source: str) -> list[str]:
     """A module says in at most 15 lines what it is."""
-    docstring = ast.get_docstring(ast.parse(source))
+    docstring = ast.get_docstring(parsed(source))
     if not docstring:
         return [f"{path}:1: no module docstring"]
     lines = len(docstring.splitlines())
@@ -238,7 +245,7 @@ def public_docstrings(path: str, source: str) -> list[str]:
     """A function or class that others may call says what it takes and gives."""
     return [
         f"{path}:{node.lineno}: {node.name} has no docstring"
-        for node in ast.parse(source).body
+        for node in parsed(source).body
         if isinstance(node, Function | ast.ClassDef)
         if not node.name.startswith("_") and not ast.get_docstring(node) and not overloaded(node)
     ]
@@ -260,7 +267,7 @@ def foreign_text(path: str, source: str) -> list[str]:
 
 def skip_reasons(path: str, source: str) -> list[str]:
     """A test that is skipped or expected to fail says why."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     reasoned = {
         id(node.func)
         for node in ast.walk(tree)

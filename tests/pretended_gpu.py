@@ -1,11 +1,12 @@
-"""A GPU on which attention is timed, pretended: its name, its state, the times of its kernels."""
+"""A GPU on which attention is timed, pretended: its name, state and kernels, and their times."""
 
 import torch
 
 from cadenza.library import attention_choice
 from cadenza.library.attention_choice import order_of
 from cadenza.library.attention_heads import Heads
-from cadenza.library.attention_race import EXPANDED, OWN, Call
+from cadenza.library.attention_kernels import EXPANDED, KERNELS, OWN, STOCK
+from cadenza.library.attention_race import Call
 
 GPU = torch.device("cuda", 0)
 HEADS = Heads(4, 2, 16)
@@ -47,3 +48,20 @@ def chosen_here(x, heads):
     """What is chosen for x, as if it were on the GPU."""
     backward = not torch.is_inference_mode_enabled()
     return order_of(Call(GPU, torch.bfloat16, heads, x.shape[0], x.shape[1], backward))
+
+
+def pretend_kernels(monkeypatch, without=()):
+    """Kernels that serve a CPU, but those named; which ones ran, and on how many heads of keys."""
+    ran = []
+
+    def kernel(name, stock):
+        def operator(query, key, value, scale):
+            ran.append((name if key.shape[1] == query.shape[1] else f"{name}, shared", query.dtype))
+            grouped = query.shape[1] != key.shape[1]
+            return STOCK(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+
+        return stock._replace(serves=lambda asked: name not in without, operator=operator)
+
+    for name, stock in list(KERNELS.items()):
+        monkeypatch.setitem(KERNELS, name, kernel(name, stock))
+    return ran

@@ -1,5 +1,6 @@
 """`cz.ops.causal_attention` against its formula: heads, scales, windows, softcap, sequences."""
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +8,7 @@ from programs import assert_close
 from scores import by_formula
 
 from cadenza.core.errors import ProgramError
+from cadenza.library import attention
 from cadenza.library.attention import causal_attention
 
 HEADS = {"heads": 4, "key_value_heads": 2}
@@ -114,6 +116,27 @@ def test_a_softcap_that_nothing_reaches_is_plain_attention():
     )
 
 
+@pytest.mark.parametrize("softcap", [attention.LEAST, attention.MOST])
+@pytest.mark.parametrize("scale", [-1e3, 1e-3, 1e3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_the_farthest_softcaps_make_numbers(dtype, scale, softcap):
+    qkv = torch.randn(2, 7, 48).to(dtype).requires_grad_()
+    found = causal_attention(qkv, **HEADS, softcap=softcap, scale=scale)
+    (gradient,) = torch.autograd.grad(found.sum(), qkv)
+    assert found.isfinite().all()
+    assert gradient.isfinite().all()
+
+
+def test_numbers_of_numpy_are_numbers():
+    qkv, exact = torch.randn(2, 7, 48), {"window": 3, "softcap": 1.5, "scale": 0.25}
+    heads = {name: numpy.int64(number) for name, number in HEADS.items()}
+    given = {"window": numpy.int32(3), "softcap": numpy.float32(1.5), "scale": numpy.float32(0.25)}
+    found = causal_attention(qkv, **heads, **given)
+    assert torch.equal(found, causal_attention(qkv, **HEADS, **exact))
+    given.pop("softcap")
+    assert torch.isfinite(causal_attention(qkv, **heads, **given)).all()
+
+
 @pytest.mark.parametrize("options", [{"softcap": 1.5}, {"softcap": 1.5, "window": 3}], ids=str)
 def test_dropout_under_a_softcap_drops_weights(options):
     qkv = torch.randn(2, 7, 48, dtype=torch.float64, requires_grad=True)
@@ -173,11 +196,31 @@ WRONG = [
     (torch.randn(3, 48), HEADS, r"qkv \[3, 48\]"),
     (torch.randn(2, 3, 48), {"heads": 3, "key_value_heads": 2}, "a multiple of"),
     (torch.randn(2, 3, 48), {"heads": 0}, "heads=0"),
+    (torch.randn(2, 3, 48), {"heads": "4"}, "heads='4'"),
+    (torch.randn(2, 3, 48), {"heads": 4, "key_value_heads": 2.0}, "key_value_heads=2.0"),
+    (torch.randn(2, 3, 48), {"heads": True}, "heads=True"),
     (torch.randn(2, 3, 48), HEADS | {"window": 0}, "window=0"),
     (torch.randn(2, 3, 48), HEADS | {"window": 2.0}, "window=2.0"),
+    (torch.randn(2, 3, 48), HEADS | {"window": True}, "window=True"),
+    (torch.randn(2, 3, 48), HEADS | {"window": "4096"}, "window='4096'"),
     (torch.randn(2, 3, 48), HEADS | {"softcap": 0.0}, "softcap=0.0"),
     (torch.randn(2, 3, 48), HEADS | {"softcap": -50.0}, "softcap=-50.0"),
+    (torch.randn(2, 3, 48), HEADS | {"softcap": "50"}, "softcap='50'"),
+    (torch.randn(2, 3, 48), HEADS | {"softcap": True}, "softcap=True"),
+    (torch.randn(2, 3, 48), HEADS | {"softcap": float("inf")}, "softcap=inf"),
+    (torch.randn(2, 3, 48), HEADS | {"softcap": float("nan")}, "softcap=nan"),
+    (torch.randn(2, 3, 48), HEADS | {"softcap": 1e300}, r"softcap=1e\+300"),
+    (torch.randn(2, 3, 48), HEADS | {"softcap": 1e-300}, "softcap=1e-300"),
+    (torch.randn(2, 3, 48), HEADS | {"scale": "0.1"}, "scale='0.1'"),
+    (torch.randn(2, 3, 48), HEADS | {"scale": True}, "scale=True"),
+    (torch.randn(2, 3, 48), HEADS | {"scale": float("inf")}, "scale=inf"),
+    (torch.randn(2, 3, 48), HEADS | {"scale": float("nan")}, "scale=nan"),
+    (torch.randn(2, 3, 48), HEADS | {"dropout": "0.1"}, "dropout='0.1'"),
+    (torch.randn(2, 3, 48), HEADS | {"dropout": 1.5}, "dropout=1.5"),
+    (torch.randn(2, 3, 48), HEADS | {"dropout": -0.1}, "dropout=-0.1"),
+    (torch.randn(2, 3, 48), HEADS | {"dropout": None}, "dropout=None"),
     (torch.randn(2, 3, 48), HEADS | {"cumulative_lengths": torch.tensor([0, 5])}, "for 6 tokens"),
+    (torch.randn(2, 3, 48), HEADS | {"cumulative_lengths": [0, 6]}, r"\[0, 6\], for 6 tokens"),
     *[
         (torch.randn(2, 3, 48), HEADS | {"cumulative_lengths": torch.tensor(ends)}, "for 6 tokens")
         for ends in ([1, 6], [0, 4, 2, 6], [0.0, 6.0], [[0, 6]], [6])

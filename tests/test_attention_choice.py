@@ -5,14 +5,13 @@ import logging
 import pytest
 import torch
 from pretended_gpu import CALL, GPU, HEADS, TIMES, Watch, another_process, pretend_gpu
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cadenza.backends.triton.tuning import records
 from cadenza.core.errors import BackEndError
 from cadenza.library import attention_choice, attention_race
 from cadenza.library.attention_choice import TABLE, known, order_of
 from cadenza.library.attention_heads import Heads
-from cadenza.library.attention_race import OWN
+from cadenza.library.attention_kernels import KERNELS, OWN
 
 
 @pytest.fixture(autouse=True)
@@ -58,18 +57,45 @@ def test_a_choice_is_that_of_its_calls_alone(changes, watch):
     assert len(records.read(TABLE)) == 2
 
 
-@pytest.mark.parametrize("what", ["GPU", "torch", "cuDNN"])
+FLASH = "current_flash_attention_impl"
+CHANGES = {
+    "GPU": (torch.cuda, "get_device_name", lambda device: "another GPU"),
+    "torch": (torch, "__version__", "99.0"),
+    "cuDNN": (torch.backends.cudnn, "version", lambda: 99999),
+    "flash": (torch.nn.attention, FLASH, lambda: "FA4"),
+    "kernels": (attention_choice, "KERNELS", {**KERNELS, "another": None}),
+    "method": (attention_choice, "METHOD", attention_choice.METHOD + 1),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
 def test_another_place_is_measured_anew(what, watch, monkeypatch):
     order_of(CALL)
     another_process(monkeypatch)
-    change = {
-        "GPU": (torch.cuda, "get_device_name", lambda device: "another GPU"),
-        "torch": (torch, "__version__", "99.0"),
-        "cuDNN": (torch.backends.cudnn, "version", lambda: 99999),
-    }
-    monkeypatch.setattr(*change[what])
+    monkeypatch.setattr(*CHANGES[what], raising=what != "flash")
     order_of(CALL)
     assert len(watch.calls) == 2
+
+
+def test_a_release_with_one_flash_alone(watch, monkeypatch):
+    monkeypatch.delattr(torch.nn.attention, FLASH, raising=False)
+    assert order_of(CALL) == order_of(CALL) == ("cudnn", "efficient")
+    assert len(watch.calls) == 1
+
+
+def test_another_flash_is_another_choice_in_the_same_process(watch, monkeypatch):
+    order_of(CALL)
+    watch.times = {OWN: 10.0, "flash": 2.0}
+    monkeypatch.setattr(torch.nn.attention, FLASH, lambda: "FA4", raising=False)
+    assert order_of(CALL) == known(GPU, torch.bfloat16, *HEADS) == ("flash",)
+
+
+def test_decisions_of_ever_new_sizes_are_few(watch, monkeypatch):
+    monkeypatch.setattr(attention_choice, "DECIDED", 5)
+    orders = [order_of(CALL._replace(length=300 + more)) for more in range(30)]
+    assert len(attention_choice._decided) == 5
+    assert [order_of(CALL._replace(length=300 + more)) for more in range(30)] == orders
+    assert len(watch.calls) == 1
 
 
 RANKINGS = [
@@ -126,7 +152,7 @@ def without_triton(monkeypatch):
     monkeypatch.setattr(attention_choice, "has_triton", lambda: False)
 
 
-@pytest.mark.parametrize("state", [capturing, backwards, without_triton])
+@pytest.mark.parametrize("state", [backwards, without_triton])
 def test_nothing_is_measured_nor_remembered(state, watch, monkeypatch):
     with monkeypatch.context() as patch:
         state(patch)
@@ -138,28 +164,33 @@ def test_nothing_is_measured_nor_remembered(state, watch, monkeypatch):
         assert order_of(CALL) == ("cudnn", "efficient"), "what was chosen stays chosen"
 
 
-def test_in_backward_what_was_measured_of_about_this_size_counts(watch, monkeypatch):
+@pytest.mark.parametrize("state", [capturing, backwards])
+def test_what_was_measured_of_about_this_size_counts(state, watch, monkeypatch):
     order_of(CALL)
-    backwards(monkeypatch)
+    state(monkeypatch)
     assert order_of(CALL._replace(length=301)) == ("cudnn", "efficient")
+    another_process(monkeypatch)
+    assert order_of(CALL) == ("cudnn", "efficient"), "another process has measured it"
     assert len(watch.calls) == 1
 
 
-def test_backward_never_waits_for_who_measures(watch, monkeypatch):
-    backwards(monkeypatch)
+def test_what_a_capture_ran_on_stays_chosen(watch, monkeypatch):
+    with monkeypatch.context() as patch:
+        capturing(patch)
+        assert order_of(CALL) == ()
+    assert not watch.calls
+    assert order_of(CALL._replace(length=301)) == ("cudnn", "efficient")
+    assert order_of(CALL) == (), "its forward may run again, in backward"
+
+
+@pytest.mark.parametrize("state", [capturing, backwards])
+def test_nobody_waits_there_for_who_measures(state, watch, monkeypatch):
+    state(monkeypatch)
     with attention_choice._lock:
         assert order_of(CALL) == ()
 
 
-def test_who_prefers_a_kernel_never_waits_for_who_measures(watch):
-    with attention_race.preferring(("cudnn",)), attention_choice._lock:
-        assert order_of(CALL) == ()
-    assert order_of(CALL)
-
-
-def test_what_the_caller_has_said_of_kernels_stays_said(watch):
-    with sdpa_kernel(SDPBackend.MATH):
-        assert order_of(CALL) == known(GPU, torch.bfloat16, *HEADS) == ()
+def test_deterministic_algorithms_are_left_to_pytorch(watch):
     torch.use_deterministic_algorithms(True)
     try:
         assert order_of(CALL) == known(GPU, torch.bfloat16, *HEADS) == ()
@@ -226,3 +257,9 @@ def test_cudnn_plans_few_sizes(watch, monkeypatch):
     orders = [order_of(CALL._replace(length=300 + more)) for more in range(5)]
     assert orders == [("cudnn", "efficient")] * 3 + [("efficient",)] * 2
     assert [order_of(CALL._replace(length=300 + more)) for more in range(5)] == orders
+
+
+def test_a_compiled_call_may_plan_any_size(watch, monkeypatch):
+    monkeypatch.setattr(attention_choice, "SIZES", 0)
+    assert order_of(CALL) == ("efficient",)
+    assert known(GPU, torch.bfloat16, *HEADS) == ("cudnn", "efficient")

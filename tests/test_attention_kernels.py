@@ -1,21 +1,26 @@
-"""Preferring a kernel of PyTorch's, and timing them: on a CPU, and on a pretended GPU."""
+"""PyTorch's kernels of attention, each by its name: on a CPU, whose kernels are pretended."""
 
-import random
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
-from pretended_gpu import CALL, GPU, HEADS, chosen_here, pretend_gpu
-from torch._dynamo.backends.common import aot_autograd
-from torch.nn.attention import SDPBackend
-from torch.utils.checkpoint import checkpoint
+from pretended_gpu import CALL, GPU, HEADS, chosen_here, pretend_gpu, pretend_kernels
+from scores import by_formula
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
-from cadenza.backends.triton.tuning import timing
-from cadenza.library import attention, attention_race
+from cadenza.library import attention, attention_choice, attention_kernels
 from cadenza.library.attention_choice import known, order_of
-from cadenza.library.attention_heads import Heads
-from cadenza.library.attention_race import ALL, BACK_ENDS, EXPANDED, OWN, Call, listed, preferring
+from cadenza.library.attention_kernels import (
+    ALL,
+    EXPANDED,
+    KERNELS,
+    attend,
+    is_free,
+    preferring,
+    serves,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -24,95 +29,91 @@ def watch(monkeypatch, tmp_path):
     return pretend_gpu(monkeypatch, tmp_path)
 
 
-# --- sizes that are run ---------------------------------------------------------------------------
-
-SIZES = [(1, 1), (2, 300), (64, 100), (5000, 64), (1, 131072), (8, 4096), (1, 10**6)]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "heads", [Heads(32, 8, 128), Heads(1, 1, 8), Heads(128, 128, 256)], ids=str
-)
-@pytest.mark.parametrize(("batch", "length"), SIZES)
-def test_rounded_sizes_take_a_bounded_time(batch, length, heads, dtype):
-    found = Call(GPU, dtype, heads, batch, length, True).rounded()
-    assert found.rounded() == found
-    assert found.length >= attention_race.LEAST
-    assert found.batch * found.length <= attention_race.TOKENS
-    least = (found.batch, found.length) == (1, attention_race.LEAST)
-    work = 7 * found.batch * found.length**2 * heads.queries * heads.columns
-    assert least or work <= attention_race.WORK[dtype.itemsize]
-
-
-def test_sizes_are_rounded_to_the_next_power_of_two():
-    assert CALL.rounded()[3:5] == (2, 512)
-    assert CALL._replace(batch=5, length=128).rounded()[3:5] == (8, 128)
-
-
-# --- the race, on a CPU ---------------------------------------------------------------------------
-
-
 @pytest.fixture
-def race(monkeypatch):
-    """A race on a CPU: flash serves, cuDNN does not, the efficient kernel raises when it runs."""
-    call = Call(torch.device("cpu"), torch.float32, HEADS, 2, 16, True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    serves = {"flash": True, "cudnn": False, "efficient": True, EXPANDED: True}
+def ran(monkeypatch):
+    """The kernels that ran, and in which dtype; all of them serve."""
+    return pretend_kernels(monkeypatch)
+
+
+def parts(length=7, heads=4, keys=2, **options):
+    """Random queries, keys and values, by heads."""
+    sizes = [(2, count, length, 16) for count in (heads, keys, keys)]
+    return [torch.randn(size, **{"requires_grad": True, **options}) for size in sizes]
+
+
+# --- their operators ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_operators_take_what_they_are_given(name):
+    keys = 4 if "efficient" in name else 2
+    operands = parts(keys=keys, device="meta", dtype=torch.bfloat16)
+    found = KERNELS[name].operator(*operands, 0.3)
+    assert (found.shape, found.dtype) == (operands[0].shape, torch.bfloat16)
+    gradients = torch.autograd.grad(found, operands, torch.empty_like(found))
+    assert [g.shape for g in gradients] == [part.shape for part in operands]
+    with torch.no_grad():
+        assert KERNELS[name].operator(*operands, None).grad_fn is None
+
+
+@pytest.mark.parametrize("name", ["cudnn", "efficient"])
+def test_what_backward_needs_is_made_where_there_is_one(name, monkeypatch):
+    asked, stock = [], attention_kernels._is_trained
     monkeypatch.setattr(
-        attention_race, "SERVES", {name: lambda asked, it=it: it for name, it in serves.items()}
+        attention_kernels, "_is_trained", lambda *given: asked.append(stock(*given)) or asked[-1]
     )
-    ran = attention_race._Race.run
-
-    def run(self, name):
-        if name == "efficient":
-            raise RuntimeError("no kernel image\nis available")
-        ran(self, name)
-
-    def timed(runs, seconds):
-        for each in runs.values():
-            each()
-        return dict.fromkeys(runs, 1.0)
-
-    monkeypatch.setattr(attention_race._Race, "run", run)
-    monkeypatch.setattr(timing, "timed", timed)
-    return call
+    for wanted in (True, False):
+        KERNELS[name].operator(*parts(keys=4, device="meta", requires_grad=wanted), None)
+    with torch.no_grad():
+        KERNELS[name].operator(*parts(keys=4, device="meta"), None)
+    assert asked == [True, False, False]
 
 
-def test_what_raises_or_does_not_serve_is_out(race):
-    found = attention_race._measured(race, 0.0)
-    assert found == {
-        OWN: 1.0,
-        "flash": 1.0,
-        EXPANDED: 1.0,
-        "cudnn": "RuntimeError: it does not serve such calls",
-        "efficient": "RuntimeError: no kernel image",
-    }
+def test_heads_that_an_operator_could_not_take(ran):
+    odd = [torch.randn(2, 4, 7, 12) for _ in range(3)]
+    assert [serves(name, *odd) for name in KERNELS] == [False, True, True, True]
+    assert [serves(name, *parts()) for name in KERNELS] == [True, True, False, False]
 
 
-def test_heads_that_nobody_shares_are_not_expanded(race):
-    found = attention_race._measured(race._replace(heads=Heads(4, 4, 16)), 0.0)
-    assert "as many heads" in found[EXPANDED]
+# --- the first that serves ------------------------------------------------------------------------
+
+ORDERS = [
+    (("cudnn", "flash"), (), "cudnn, shared"),
+    (("efficient", "flash"), (), "flash, shared"),
+    (("cudnn", EXPANDED), ("cudnn",), EXPANDED),
+    (("cudnn",), ("cudnn",), None),
+    ((), (), None),
+]
 
 
-def test_measuring_draws_no_random_numbers_of_the_callers(race):
-    torch.manual_seed(1)
-    random.seed(1)
-    before = torch.get_rng_state(), random.getstate()
-    attention_race._elsewhere(lambda: attention_race._measured(race, 0.0))
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1] == random.getstate()
+def formula(query, key, value, scale=None):
+    """The scores' formula, of heads."""
+    qkv = torch.cat([part.transpose(1, 2).flatten(2) for part in (query, key, value)], 2)
+    flat = by_formula(qkv, query.shape[1], key.shape[1], scale=scale)
+    return flat.unflatten(2, (query.shape[1], -1)).transpose(1, 2)
 
 
-def test_measuring_has_none_of_the_callers_modes():
-    found = []
+@pytest.mark.parametrize(("order", "without", "expected"), ORDERS)
+def test_the_first_that_serves_attends(order, without, expected, monkeypatch):
+    ran = pretend_kernels(monkeypatch, without)
+    operands = parts(dtype=torch.float64)
+    found, wanted = attend(*operands, order, 0.3), formula(*operands, 0.3)
+    torch.testing.assert_close(found, wanted)
+    upstream = torch.randn_like(wanted)
+    for ours, theirs in zip(
+        *(torch.autograd.grad(y, operands, upstream) for y in (found, wanted)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+    assert ran == ([(expected, torch.float64)] if expected else [])
 
-    def look():
-        found.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
-        found.append(torch.is_inference_mode_enabled())
 
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        attention_race._elsewhere(look)
-    assert found == [(True, False), False]
+def test_under_autocast_kernels_have_its_dtype(ran):
+    operands = parts()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, stock = attend(*operands, ("cudnn",)), attend(*operands, ())
+    assert found.dtype == stock.dtype == torch.bfloat16
+    assert ran == [("cudnn, shared", torch.bfloat16)]
+    torch.testing.assert_close(found, stock)
 
 
 # --- preferring -----------------------------------------------------------------------------------
@@ -123,151 +124,186 @@ def in_order():
     return torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
 
 
-@pytest.mark.parametrize("name", BACK_ENDS)
-def test_a_kernel_is_preferred_and_none_is_out(name):
-    before = in_order()
-    with preferring((name,)):
-        assert in_order()[0] == BACK_ENDS[name]
-        assert set(in_order()) == {*ALL}
-        assert listed((name,))[-1] == SDPBackend.MATH
-    assert in_order() == before
+def stock(**options):
+    """PyTorch's function, as models call it."""
+    options = {"is_causal": True, "enable_gqa": True, **options}
+    return F.scaled_dot_product_attention(*parts(), **options)
 
 
-def test_what_raises_within_leaves_the_order_as_it_was():
+def test_plain_causal_calls_run_on_what_is_preferred(ran):
     before = in_order()
+    with preferring(("cudnn",)):
+        stock()
+        F.scaled_dot_product_attention(*parts(keys=4), None, 0.0, True)
+        assert in_order() == before, "it is a setting of the whole process"
+    stock()
+    assert [name for name, _ in ran] == ["cudnn, shared", "cudnn"]
+
+
+OTHER = [
+    {"is_causal": False}, {"dropout_p": 0.5},
+    {"is_causal": False, "attn_mask": torch.ones(7, 7, dtype=torch.bool).tril()},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OTHER, ids=["whole", "dropout", "mask"])
+def test_other_calls_are_pytorchs(options, ran):
+    with preferring(("cudnn",)):
+        torch.manual_seed(3)
+        found, seed = stock(**options), torch.random.initial_seed()
+    torch.manual_seed(seed)
+    assert torch.equal(found, stock(**options))
+    assert not ran
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that has functions of its own."""
+
+
+def test_tensors_of_others_are_pytorchs(ran):
+    with preferring(("cudnn",)):
+        operands = [part.detach().as_subclass(Wrapped) for part in parts(keys=4)]
+        F.scaled_dot_product_attention(*operands, is_causal=True)
+        flat = [part[0] for part in parts(keys=4)]
+        F.scaled_dot_product_attention(*flat, is_causal=True)
+        empty = parts(keys=4, length=0)
+        F.scaled_dot_product_attention(*empty, is_causal=True)
+    assert not ran
+
+
+def test_what_a_model_says_itself_stays_said(ran):
+    with preferring(("cudnn",)):
+        with sdpa_kernel(SDPBackend.MATH):
+            stock()
+        assert not ran
+        stock()
+    assert len(ran) == 1
+
+
+def test_what_raises_within_is_over():
     with pytest.raises(KeyError), preferring(("cudnn",)):
         raise KeyError
-    assert in_order() == before
-    assert not attention_race.is_inside()
+    assert not torch._C._len_torch_function_stack()
 
 
-def test_nothing_is_measured_within(watch):
-    with preferring(("cudnn",)):
-        assert order_of(CALL) == ()
-    assert order_of(CALL)
+def in_turn(first, second):
+    """Runs two lists of functions in threads of their own, one of each in turn."""
+    done = [threading.Event() for _ in range(len(first) + len(second) + 1)]
 
+    def run(steps, number):
+        for step in steps:
+            assert done[number].wait(10)
+            step()
+            done[number + 1].set()
+            number += 2
 
-def test_one_thread_at_a_time_prefers():
-    before, orders = in_order(), []
-
-    def other():
-        with preferring(("efficient",)):
-            orders.append(in_order()[0])
-
-    thread = threading.Thread(target=other)
-    with preferring(("cudnn",)):
+    done[0].set()
+    started = [threading.Thread(target=run, args=pair) for pair in ((first, 0), (second, 1))]
+    for thread in started:
         thread.start()
-        thread.join(0.1)
-        assert thread.is_alive()
-        assert in_order()[0] == SDPBackend.CUDNN_ATTENTION
-    thread.join()
-    assert orders == [SDPBackend.EFFICIENT_ATTENTION]
+    for thread in started:
+        thread.join()
+    assert done[-1].is_set()
+
+
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+def test_threads_change_nothing_of_one_another(first, ran):
+    before, found = in_order(), []
+    ours, theirs = preferring(("cudnn",)), sdpa_kernel(SDPBackend.MATH)
+
+    def leave(context):
+        found.append(in_order())
+        context.__exit__(None, None, None)
+
+    steps = [[each.__enter__, lambda each=each: leave(each)] for each in (ours, theirs)]
+    in_turn(*(steps if first == "ours" else reversed(steps)))
+    assert SDPBackend.CUDNN_ATTENTION not in found[0], "their setting is gone"
     assert in_order() == before
+    assert not ran
 
 
-# --- in a call ------------------------------------------------------------------------------------
+def test_threads_prefer_at_the_same_time(ran):
+    orders = ("cudnn", "flash"), ("flash", "cudnn")
+    contexts = [preferring(order) for order in orders]
+    in_turn(
+        *(
+            [each.__enter__, stock, lambda each=each: each.__exit__(None, None, None)]
+            for each in contexts
+        )
+    )
+    assert {name for name, _ in ran} == {"cudnn, shared", "flash, shared"}
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """What PyTorch's function was called with, and which kernel came first."""
-    heard, stock = [], F.scaled_dot_product_attention
+# --- who has a say --------------------------------------------------------------------------------
 
-    def watched(query, key, value, **named):
-        heard.append((in_order()[0], key.shape[1], named["enable_gqa"]))
-        return stock(query, key, value, **named)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    return heard
+FOUR = [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION]  # fmt: skip
 
 
-def call(qkv, **options):
-    """A call of grouped heads."""
-    return attention.causal_attention(qkv, heads=4, key_value_heads=2, **options)
+class Heard(TorchFunctionMode):
+    """Somebody who does attention in PyTorch's place, as `context_parallel` does."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
-ORDERS = [
-    ((), SDPBackend.FLASH_ATTENTION, 2, True),
-    (("cudnn",), SDPBackend.CUDNN_ATTENTION, 2, True),
-    (("efficient", "flash"), SDPBackend.EFFICIENT_ATTENTION, 2, True),
-    ((EXPANDED,), SDPBackend.EFFICIENT_ATTENTION, 4, False),
+SAID = [
+    lambda: sdpa_kernel(SDPBackend.MATH),
+    lambda: sdpa_kernel(FOUR),
+    lambda: sdpa_kernel(FOUR, set_priority=True),
+    lambda: sdpa_kernel(list(ALL), set_priority=True),
+    lambda: sdpa_kernel([*FOUR, SDPBackend.OVERRIDEABLE], set_priority=True),
+    Heard,
 ]
 
 
-@pytest.mark.parametrize(("order", "first", "keys", "grouped"), ORDERS)
-def test_a_plain_call_prefers_what_was_chosen(order, first, keys, grouped, asked, monkeypatch):
-    qkv = torch.randn(2, 7, 128, dtype=torch.float64)
-    expected = call(qkv)
-    monkeypatch.setattr(attention, "chosen", lambda x, heads: order)
-    torch.testing.assert_close(call(qkv), expected)
-    assert asked[-1] == (first, keys, grouped)
+@pytest.mark.parametrize("said", SAID)
+def test_what_the_caller_has_said_counts(said, watch):
+    assert is_free()
+    with said():
+        assert not is_free()
+        assert order_of(CALL) == known(GPU, torch.bfloat16, *HEADS) == ()
+    assert is_free()
+    assert not watch.calls
 
 
-@pytest.mark.parametrize("options", [{"dropout": 0.5}, {"window": 3}], ids=str)
-def test_other_calls_are_left_to_pytorch(options, asked, monkeypatch):
-    monkeypatch.setattr(attention, "chosen", None)
-    call(torch.randn(2, 7, 128), **options)
-    assert asked[-1][0] == SDPBackend.FLASH_ATTENTION
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpointed_call_runs_again_on_the_same_kernel(reentrant, watch, asked, monkeypatch):
+def test_another_function_in_the_place_of_pytorchs_is_called(monkeypatch, ran):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *given, **options: given[2])
+    assert not is_free()
     monkeypatch.setattr(attention, "chosen", chosen_here)
-    qkv = torch.randn(2, 7, 128, requires_grad=True)
-    checkpoint(call, qkv, use_reentrant=reentrant).sum().backward()
-    assert [first for first, *_ in asked] == [SDPBackend.CUDNN_ATTENTION] * 2
-    assert len(watch.calls) == 1
+    qkv = torch.randn(2, 7, 128)
+    values = HEADS.by_head(qkv)[2]
+    found = attention.causal_attention(qkv, heads=4, key_value_heads=2)
+    torch.testing.assert_close(found, values.transpose(1, 2).flatten(2))
+    assert not ran
 
 
-def in_graph(node):
-    """The kernels that a node of a compiled graph names."""
-    return node.args[0] if "_backend_from_string" in str(node.target) else ""
+def test_a_default_device_and_kernels_that_are_preferred_say_nothing():
+    with torch.device("cpu"), preferring(("cudnn",)):
+        assert is_free()
 
 
-def test_a_compiled_call_takes_what_is_known_in_one_graph(watch, monkeypatch):
-    first = []
-
-    def backend(module, inputs):
-        first.append(next(filter(None, map(in_graph, module.graph.nodes)), ""))
-        return module
-
-    monkeypatch.setattr(attention, "chosen", lambda x, heads: known(GPU, torch.bfloat16, *heads))
-    for expected in ("", "CUDNN_ATTENTION"):
-        torch._dynamo.reset()
-        compiled = torch.compile(call, fullgraph=True, backend=backend, dynamic=True)
-        for length in (7, 8, 21):
-            qkv = torch.randn(2, length, 128, dtype=torch.float64)
-            torch.testing.assert_close(compiled(qkv), call(qkv))
-        assert first == [expected], "compiled anew, or with another kernel"
-        first.clear()
-        assert not watch.calls or expected
-        order_of(CALL)
+@pytest.mark.parametrize("order", attention_kernels.OWN_ORDERS)
+def test_pytorchs_own_orders_say_nothing(order):
+    before = torch._C._get_sdp_priority_order()
+    try:
+        torch._C._set_sdp_priority_order([*order, int(SDPBackend.OVERRIDEABLE)])
+        assert is_free()
+    finally:
+        torch._C._set_sdp_priority_order(before)
+    assert before[:4] == [*attention_kernels.OWN_ORDERS[0]], "PyTorch begins with another order"
 
 
-def test_of_what_is_known_the_longest_counts_in_a_compiled_call(watch):
-    order_of(CALL._replace(length=2000))
-    watch.times = {OWN: 10.0, "flash": 5.0}
-    order_of(CALL)
-    order_of(CALL._replace(dtype=torch.float16))
-    assert known(GPU, torch.bfloat16, *HEADS) == ("cudnn", "efficient")
-    assert known(GPU, torch.float16, *HEADS) == ("flash",)
-    assert known(GPU, torch.bfloat16, 4, 4, 16) == ()
+def test_of_what_another_thread_has_said_nothing_is_kept(watch, monkeypatch):
+    say = sdpa_kernel(SDPBackend.MATH)
 
+    def told(call, how):
+        say.__enter__()
+        return watch(call, how)
 
-@pytest.mark.parametrize("first", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
-def test_a_preference_reaches_what_is_compiled(first, monkeypatch):
-    traced = []
-
-    def keep(graph, inputs):
-        traced.extend(str(node.target) for node in graph.graph.nodes)
-        return graph
-
-    monkeypatch.setattr(attention, "chosen", lambda x, heads: ("cudnn",))
-    monkeypatch.setattr(attention_race, "listed", lambda order: [first])
-    torch._dynamo.reset()
-    before, qkv = in_order(), torch.randn(2, 7, 128, requires_grad=True)
-    compiled = torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
-    torch.testing.assert_close(compiled(qkv), call(qkv))
-    flash = any("flash_attention" in name for name in traced)
-    assert flash == (first == SDPBackend.FLASH_ATTENTION), traced
-    assert in_order() == before
+    with monkeypatch.context() as patch:
+        patch.setattr(attention_choice, "times_of", told)
+        assert order_of(CALL) == ()
+        say.__exit__(None, None, None)
+    assert order_of(CALL) == ("cudnn", "efficient")
+    assert len(watch.calls) == 2

@@ -4,6 +4,7 @@ import gc
 import logging
 import weakref
 
+import numpy
 import pytest
 import torch
 from scores import by_formula
@@ -200,7 +201,13 @@ def read(monkeypatch):
     return found
 
 
-def test_lengths_are_read_once_for_all_layers(kernel, read):
+@pytest.fixture
+def far(monkeypatch):
+    """Lengths of a CPU are as those of a GPU, for which it is waited."""
+    monkeypatch.setattr(packed, "_is_at_hand", lambda lengths: False)
+
+
+def test_lengths_of_a_gpu_are_read_once_for_all_layers(kernel, read, far):
     qkv, ends = operands(2, 5), torch.tensor(ENDS)
     for _ in range(3):
         causal_attention(qkv, **SIZES, cumulative_lengths=ends)
@@ -213,7 +220,15 @@ def test_lengths_are_read_once_for_all_layers(kernel, read):
         causal_attention(operands(1, 5), **SIZES, cumulative_lengths=ends)
 
 
-def test_lengths_of_inference_mode_are_read_each_time(kernel, read):
+def test_on_another_stream_they_are_read_again(kernel, read, far, monkeypatch):
+    qkv, ends = operands(2, 5), torch.tensor(ENDS)
+    for stream in (1, 1, 2):
+        monkeypatch.setattr(packed, "_stream", lambda device, stream=stream: stream)
+        causal_attention(qkv, **SIZES, cumulative_lengths=ends)
+    assert read == [ENDS] * 2
+
+
+def test_lengths_of_inference_mode_are_read_each_time(kernel, read, far):
     with torch.inference_mode():
         ends = torch.tensor(ENDS)
         for _ in range(2):
@@ -221,7 +236,30 @@ def test_lengths_of_inference_mode_are_read_each_time(kernel, read):
     assert read == [ENDS] * 2
 
 
-def test_lengths_that_inference_read_serve_training(kernel, read):
+def by_numpy(buffer, lengths):
+    buffer[1:3] = 6
+
+
+def by_data(buffer, lengths):
+    lengths.data[1:3] = 6
+
+
+@pytest.mark.parametrize("write", [by_numpy, by_data])
+def test_lengths_of_a_cpu_are_those_of_now(write, kernel):
+    buffer, qkv = numpy.array(ENDS), operands(2, 5)
+    ends = torch.from_numpy(buffer)
+    found = [packed.sequences_of(ends, 10, qkv.device) for _ in range(2)]
+    assert found[0] is found[1], "a copy to a GPU for each layer"
+    causal_attention(qkv, **SIZES, cumulative_lengths=ends)
+    write(buffer, ends)
+    ours = causal_attention(qkv, **SIZES, cumulative_lengths=ends)
+    assert [given[:2] for given in kernel.calls] == [(ENDS, 5), ([0, 6, 6, 9, 10], 6)]
+    sequence = torch.tensor([0] * 6 + [1] * 3 + [2])
+    expected = by_formula(qkv.reshape(1, 10, -1), **SIZES, sequence=sequence)
+    torch.testing.assert_close(ours, expected.reshape(2, 5, -1))
+
+
+def test_lengths_that_inference_read_serve_training(kernel, read, far):
     ends, qkv = torch.tensor(ENDS), operands(2, 5)
     with torch.inference_mode():
         causal_attention(qkv, **SIZES, cumulative_lengths=ends)

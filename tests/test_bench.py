@@ -188,7 +188,7 @@ def test_libraries_that_are_not_installed_are_on_record(tmp_path, monkeypatch, c
     found = by_variant(records(tmp_path, "kernels"))
     assert found["liger"]["failed"] == "liger_kernel is not installed"
     assert found["flashinfer"]["failed"] == "flashinfer is not installed"
-    assert found["lean"]["failed"] == "only the suite loss has a lean variant"
+    assert found["lean"]["failed"] == "the suite kernels has no variant lean"
     assert found["bare"]["us"] > 0
     assert "liger: liger_kernel is not installed [swiglu" in capsys.readouterr().out
 

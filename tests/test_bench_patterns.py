@@ -5,12 +5,22 @@ import torch
 
 from cadenza.backends import chosen
 from cadenza.library.specialize import Call
+from cadenza.tools.bench.case import Unavailable
 from cadenza.tools.bench.draw import Draw
-from cadenza.tools.bench.kernels import BY_NAME, KERNELS, PRIMITIVE, kernel_sizes
+from cadenza.tools.bench.kernels import (
+    BY_NAME,
+    KERNELS,
+    PRIMITIVE,
+    Kernel,
+    Primitive,
+    kernel_sizes,
+)
 from cadenza.tools.bench.layer import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, LAYER, LayerStage
+from cadenza.tools.bench.loss import Loss
+from cadenza.tools.bench.model import Training
 from cadenza.tools.bench.patterns import LLAMA
 from cadenza.tools.bench.primitives import PRIMITIVES, primitives
-from cadenza.tools.bench.stage import copies_for
+from cadenza.tools.bench.stage import VARIANTS, copies_for
 from cadenza.tools.bench.subject import Layer, OneKernel
 from cadenza.tools.bench.suites import SUITES, Case
 
@@ -183,6 +193,26 @@ def test_every_suite_has_cases_and_variants():
     for suite in SUITES.values():
         assert suite.variants[0] == "ours"
         assert all(suite.sizes(pattern) for pattern in suite.patterns)
+    assert {name for suite in SUITES.values() for name in suite.variants} == set(VARIANTS)
+
+
+STAGES = {
+    "kernels": Kernel,
+    "layer": LayerStage,
+    "loss": Loss,
+    "primitives": Primitive,
+    "model": Training,
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_makes_all_variants_of_its_suite_and_refuses_others(name):
+    stage = object.__new__(STAGES[name])
+    stage.case = Case(name, "any", "any", {}, "bf16")
+    assert set(SUITES[name].variants) <= stage.makers().keys() <= set(VARIANTS)
+    for other in set(VARIANTS) - stage.makers().keys():
+        with pytest.raises(Unavailable, match=f"^the suite {name} has no variant {other}$"):
+            stage.calls(other)
 
 
 def test_one_copy_is_enough_where_nothing_caches_it():

@@ -191,6 +191,14 @@ def test_a_pickle_holds_the_stock_model():
     assert torch.equal(loaded(**batch()).logits, twin(**batch()).logits)
 
 
+def test_an_unpickled_model_shares_storage_once_it_is_accelerated():
+    read = pickle.loads(pickle.dumps(_fresh()))
+    cz.accelerate(read)
+    assert is_shared(read) == [True] * 4
+    cz.revert(read)
+    assert [size for _, size in storages(read).values()] == [w.nbytes for w in read.parameters()]
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_save_pretrained_and_from_pretrained(tmp_path, tied):
     model, twin = pair(tie_word_embeddings=tied)

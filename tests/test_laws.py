@@ -253,6 +253,7 @@ def test_lengths_are_judged_as_a_whole():
     assert laws.typical_length([3] * 8 + [26] * 2) == ["2 of 10 functions have 26 lines or more"]
 
 
+@pytest.mark.slow
 def test_the_import_probe_sees_questions_and_packages():
     assert "asked torch.cuda.is_available" in import_report("torch.cuda.is_available()")
     assert import_report("import colorsys", ("colorsys",)) == "imported colorsys"

@@ -180,8 +180,8 @@ def kept_by(module, *given):
 
 def test_38_a_layer_keeps_what_its_formula_says(monkeypatch):
     """M rows of A, what attention gives, D each of x1 and of the stream that the next layer gets,
-    2F of raw gate and up, and one number. Weights of one product lie together; where they don't,
-    (N + 2F) · D of them, copied together. What attention keeps is its own.
+    2F of raw gate and up, and one number. No weight, be those of one product in one storage or
+    copied together. What attention keeps is its own.
     """
     monkeypatch.setattr(decoder, "causal_attention", lambda qkv, **_: qkv[..., :HEADS].clone())
     layer = pair("llama")[0].float()
@@ -192,8 +192,21 @@ def test_38_a_layer_keeps_what_its_formula_says(monkeypatch):
     assert kept_by(layer, *given) == FLOAT * (matrices + ROWS)
     for weight in layer.parameters():
         weight.data = weight.data.clone()
-    weights = (COLUMNS + 2 * FEED_FORWARD) * WIDTH
-    assert kept_by(layer, *given) == FLOAT * (matrices + weights + ROWS)
+    assert kept_by(layer, *given) == FLOAT * (matrices + ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", [True, False])
+def test_38_a_compiled_layer_keeps_a_copy_of_joined_weights(monkeypatch, trained):
+    """Of (N + 2F) · D numbers, as the documentation says."""
+    monkeypatch.setattr(decoder, "causal_attention", lambda qkv, **_: qkv[..., :HEADS].clone())
+    layer = pair("llama")[0].float().requires_grad_(trained)
+    tables = [table.float() for table in tables_of("llama", 4, 10)]
+    x = torch.randn(4, 10, WIDTH, requires_grad=True)
+    given = x, x.square().sum(-1, keepdim=True).detach(), *tables
+    expected = kept_by(layer, *given)
+    compiled = kept_by(torch.compile(layer, backend="aot_eager", dynamic=False), *given)
+    assert compiled - expected == FLOAT * (COLUMNS + 2 * FEED_FORWARD) * WIDTH
 
 
 def test_38_a_stock_layer_keeps_more():

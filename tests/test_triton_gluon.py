@@ -201,6 +201,7 @@ def test_plain_functions_that_serve_both_are_not_written_twice() -> None:
     assert {"tanh", "maximum", "uniform", "merged_moments"} <= set(shared)
 
 
+@pytest.mark.slow
 def test_kernels_have_one_key_in_every_process() -> None:
     """In whatever order a process meets kernels: else each would compile them again."""
     texts = [

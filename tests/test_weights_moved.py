@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -89,6 +90,23 @@ def test_weights_that_a_state_dict_replaced_are_its_own_until_they_move():
     for key, value in module.state_dict().items():
         assert value.data_ptr() == state[key].data_ptr(), key
     assert together(module.to(torch.float64))
+
+
+def test_pickle_gives_each_weight_the_whole_storage_until_the_module_is_copied():
+    """Where torch.save writes a storage once; so the documentation says."""
+    module = layer("qwen2")
+    read = pickle.loads(pickle.dumps(module))
+    assert not together(read)
+    assert [t.untyped_storage().nbytes() for group in joint(read) for t in group] == [
+        sum(t.nbytes for t in group) for group in joint(read) for _ in group
+    ]
+    copied = copy.deepcopy(read)
+    assert together(copied)
+    for group in joint(copied):
+        assert group[0].untyped_storage().nbytes() == sum(t.nbytes for t in group)
+    for key, value in module.state_dict().items():
+        assert torch.equal(read.state_dict()[key], value), key
+        assert torch.equal(copied.state_dict()[key], value), key
 
 
 def test_tied_weights_stay_tied():
@@ -204,3 +222,34 @@ def test_under_ddp_weights_stay_together(tmp_path):
     both(replicated, tmp_path)
     for rank in range(WORLD):
         assert torch.load(tmp_path / f"replicated{rank}") == (True, [])
+
+
+def sharded(rank, folder):
+    """Of a step under fully_shard: shapes of all that is kept for backward, and how many bytes of
+    layers' weights are among it between forward and backward.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh, kept = WithLoss(), init_device_mesh("cpu", (WORLD,)), []
+    layers = model.llama.model.layers
+    own = {tuple(weight.shape) for weight in layers.parameters() if weight.dim() == 2}
+    for one in (*layers, model):
+        fully_shard(one, mesh=mesh, reshard_after_forward=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        loss = model(batch(0).chunk(WORLD)[rank], torch.tensor(64))
+    weights = [t for t in kept if tuple(t.shape) in own]
+    held = sum(t.untyped_storage().nbytes() for t in weights)
+    loss.backward()
+    torch.distributed.barrier()  # nobody leaves while another one's gradients are on their way
+    torch.save(({tuple(t.shape) for t in kept}, len(weights), held), folder / f"sharded{rank}")
+
+
+@pytest.mark.slow
+def test_under_fully_shard_backward_holds_no_weight_that_was_sharded_again(tmp_path):
+    both(sharded, tmp_path)
+    for rank in range(WORLD):
+        shapes, weights, held = torch.load(tmp_path / f"sharded{rank}")
+        assert shapes.isdisjoint({((4 + 2 * 2) * 6, 24), (2 * 40, 24)})
+        assert weights >= 2 * 7
+        assert held == 0

@@ -7,6 +7,7 @@ sequences need no mask either where PyTorch has a kernel for them (attention_pac
 
 from __future__ import annotations
 
+from numbers import Real
 from operator import index
 from typing import NamedTuple
 
@@ -17,8 +18,8 @@ from torch.nn import functional as F
 from cadenza.core.errors import ProgramError
 from cadenza.library import attention_packed as packed
 from cadenza.library.attention_choice import chosen
-from cadenza.library.attention_heads import Heads
-from cadenza.library.attention_race import EXPANDED, preferring, scaled
+from cadenza.library.attention_heads import Heads, is_whole
+from cadenza.library.attention_kernels import attend, joined, scaled
 from cadenza.library.autocast import autocast_dtype, without_autocast
 from cadenza.library.rotary import packed_sequences
 
@@ -50,12 +51,13 @@ def causal_attention(
     `softcap` c makes scores s c · tanh(s / c), as in Gemma 2. PyTorch has no kernel for it: scores
     are held in float32, about 10 bytes for each pair of tokens of each head until backward.
 
-    Raises ProgramError for shapes and numbers that don't fit. Lengths are looked at on a CPU, and
-    on a GPU where that spares the mask: once for each tensor, for which the GPU is waited.
+    Raises ProgramError for shapes and numbers that don't fit. Lengths are looked at on a CPU at
+    each call, and on a GPU where that spares the mask: once for each tensor, in inference mode at
+    each call, for which the GPU is waited.
     """
     shared = Heads.of(qkv, heads, heads if key_value_heads is None else key_value_heads)
-    window = _window(window)
-    options = _Options(scale, _softcap(softcap), dropout)
+    window, scale = _window(window), _scale(scale)
+    options = _Options(scale, _softcap(softcap), _dropout(dropout))
     length = qkv.shape[1]
     if cumulative_lengths is not None:
         return _packed(qkv, shared, cumulative_lengths, window, options)
@@ -64,8 +66,9 @@ def causal_attention(
     if softcap is not None:
         return _capped(qkv, shared, _seen(length, qkv.device), options)
     order = () if dropout else chosen(qkv, shared)
-    with preferring(order):
-        return scaled(qkv, shared, order[:1] == (EXPANDED,), is_causal=True, **options.stock())
+    if order:
+        return joined(attend(*shared.by_head(qkv), order, scale))
+    return scaled(qkv, shared, is_causal=True, **options.stock())
 
 
 class _Options(NamedTuple):
@@ -90,6 +93,7 @@ def _packed(
 ) -> Tensor:
     """Of several sequences in all rows together."""
     total = qkv.shape[0] * qkv.shape[1]
+    packed.check_form(lengths, total)
     if options.plain and packed.serves(qkv, heads):
         sequences = packed.sequences_of(lengths, total, qkv.device)
         mixed = packed.attend(qkv, heads, sequences, window, options.scale)
@@ -97,7 +101,6 @@ def _packed(
             return mixed
     if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
         packed.check_lengths(lengths, total)
-    packed.check_form(lengths, total)
     sequence = packed_sequences(lengths.to(qkv.device), total)
     seen = _seen(total, qkv.device, window, sequence)
     mixed = _masked(qkv.reshape(1, total, qkv.shape[2]), heads, seen, options)
@@ -164,7 +167,7 @@ def _window(window: int | None) -> int | None:
     """The window, a number also where sizes are symbols. Raises ProgramError for what is none."""
     if window is None:
         return None
-    if not isinstance(window, int) or window < 1:
+    if not is_whole(window) or window < 1:
         raise ProgramError(
             "a window that is no number of tokens",
             found=f"window={window!r}",
@@ -174,13 +177,55 @@ def _window(window: int | None) -> int | None:
     return index(window)
 
 
+# Far beyond what scores are, and as far from where float32 ends: products with them stay numbers.
+LEAST, MOST = 1e-30, 1e30
+
+
 def _softcap(softcap: float | None) -> float | None:
     """The softcap. Raises ProgramError for a number that scores can't stay below."""
-    if softcap is not None and not softcap > 0:
+    if softcap is not None and not _is_within(softcap, LEAST, MOST):
         raise ProgramError(
             "a softcap that scores can't stay below",
             found=f"softcap={softcap!r}",
-            expected="a positive number",
+            expected=f"a positive number, {LEAST} to {MOST}",
             write="softcap=50.0, or None for none",
         )
-    return softcap
+    return _number(softcap)
+
+
+def _scale(scale: float | None) -> float | None:
+    """The scale. Raises ProgramError for a number that makes no scores."""
+    if scale is not None and not _is_within(scale, -MOST, MOST):
+        raise ProgramError(
+            "a scale that makes no scores",
+            found=f"scale={scale!r}",
+            expected=f"a number, {-MOST} to {MOST}",
+            write="scale=0.125, or None for 1 / sqrt(head_dim)",
+        )
+    return _number(scale)
+
+
+def _dropout(dropout: float) -> float:
+    """The probability. Raises ProgramError for what is none."""
+    if not _is_within(dropout, 0, 1):
+        raise ProgramError(
+            "a dropout that is no probability",
+            found=f"dropout={dropout!r}",
+            expected="a number from 0 to 1",
+            write="dropout=0.1, or 0.0 for none",
+        )
+    return dropout
+
+
+def _is_within(value: object, least: float, most: float) -> bool:
+    """Whether this is a number of Python's or NumPy's in these bounds, as NaN is in none."""
+    return (
+        isinstance(value, (int, float, Real))
+        and not isinstance(value, bool)
+        and (least <= value <= most)
+    )
+
+
+def _number(value: float | None) -> float | None:
+    """A number as operators of PyTorch take it, that is, none of NumPy's."""
+    return value if value is None or isinstance(value, (int, float)) else float(value)

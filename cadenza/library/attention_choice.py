@@ -3,8 +3,9 @@
 `CADENZA_TUNE=off` leaves it to PyTorch, `first` (the default) measures what has no entry yet before
 the first call of about these sizes, `full` measures longer. A choice is kept beside those of
 kernels, and fixed for the process once it is made. Nothing is measured while a CUDA graph is
-captured, in backward, or where torch.compile traces: there what is known counts, and else PyTorch's
-own choice, as with deterministic algorithms and within `sdpa_kernel` of the caller.
+captured, in backward, or where torch.compile traces: there what is known counts, of this process
+and of others before it, and else PyTorch's own choice, as with deterministic algorithms and where
+the caller has said which kernels to take.
 """
 
 from __future__ import annotations
@@ -14,26 +15,20 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.backends import cuda
+from torch import Tensor
 
 from cadenza.backends import has_triton
 from cadenza.library.attention_heads import Heads
-from cadenza.library.attention_race import (
-    BACK_ENDS,
-    Call,
-    Order,
-    is_inside,
-    prepare,
-    ranking,
-    times_of,
-)
-from cadenza.library.autocast import autocast_dtype
+from cadenza.library.attention_kernels import DTYPES, KERNELS, Order, call_dtype, is_free, is_plain
+from cadenza.library.attention_race import METHOD, Call, prepare, ranking, times_of
 
 log = logging.getLogger("cadenza")
 TABLE = "attention"
-SIZES = 16  # that cuDNN makes plans for, each of which takes the host tens of milliseconds
-_decided: dict[Call, Order] = {}
+# That cuDNN makes plans for in eager calls, each of which takes the host tens of milliseconds.
+SIZES = 16
+DECIDED = 4096  # calls whose order is found at once; that of another is found again
+Known = tuple[Call, str]  # a call, and what PyTorch takes for flash
+_decided: dict[Known, Order] = {}
 _planned: dict[Call, set[tuple[int, int]]] = {}
 _entries: dict[str, dict[str, Any]] = {}
 _lock = Lock()
@@ -46,10 +41,10 @@ def chosen(x: Tensor, heads: Heads) -> Order:
     """
     if x.device.type != "cuda":
         return ()
-    dtype = _dtype(x)
+    dtype = call_dtype(x)
     if torch.compiler.is_compiling():
         return known(x.device, dtype, *heads)
-    if type(x) not in (Tensor, nn.Parameter) or dtype not in DTYPES or not x.numel():
+    if dtype not in DTYPES or not is_plain(x):
         return ()
     # Without gradients, as a checkpointed layer first runs, the choice must be that of its second
     # run; in inference mode nothing will run again.
@@ -57,48 +52,44 @@ def chosen(x: Tensor, heads: Heads) -> Order:
     return order_of(Call(x.device, dtype, heads, x.shape[0], x.shape[1], backward))
 
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def _dtype(x: Tensor) -> torch.dtype:
-    name = autocast_dtype(x)
-    return x.dtype if name is None or x.dtype not in DTYPES else getattr(torch, name)
-
-
 def order_of(call: Call) -> Order:
     """The kernels that a call prefers; where it is new, and may be, they are measured."""
-    if not _is_free():
+    if not is_free():
         return ()
-    order = _decided.get(call)
+    order = _decided.get((call, _flash()))
     return _settled(call) if order is None else order
 
 
-def _is_free() -> bool:
-    """Whether nobody has told PyTorch which kernels to take."""
-    enabled = (
-        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-    )  # fmt: skip
-    return all(enabled) and not torch.are_deterministic_algorithms_enabled()
+def _flash() -> str:
+    """Whose kernel PyTorch takes for flash, where releases let it be another than its own."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return (current() if current else None) or "own"
 
 
 def _settled(call: Call) -> Order:
     how = _mode()
-    if how == "off" or torch.cuda.is_current_stream_capturing():
+    if how == "off":
         return ()
-    # What measures waits for backward's threads and for who prefers: they must not wait for it.
-    is_awaited = is_inside() or torch._C._current_graph_task_id() != -1
-    if not _lock.acquire(blocking=not is_awaited):
+    # What measures waits for backward's threads: they must not wait for it. A capture forbids it.
+    in_backward = torch._C._current_graph_task_id() != -1
+    captures = torch.cuda.is_current_stream_capturing()
+    if not _lock.acquire(blocking=not (in_backward or captures)):
         return ()
     try:
-        entry = _entry(call.rounded(), how, may_measure=not is_awaited)
-        if entry is None:
+        entry = _entry(call.rounded(), how, may_measure=not (in_backward or captures))
+        if entry is None and not captures:
             return ()
-        _decided[call] = order = _admitted(call, tuple(entry["order"]))
+        # What a capture has run without knowing, it runs again so in a checkpoint's second run,
+        # whatever another thread has measured meanwhile.
+        return _decide(call, () if entry is None else _admitted(call, tuple(entry["order"])))
     finally:
         _lock.release()
-    if order:
-        prepare(call.device)
+
+
+def _decide(call: Call, order: Order) -> Order:
+    while len(_decided) >= DECIDED:
+        del _decided[next(iter(_decided))]
+    _decided[call, _flash()] = order
     return order
 
 
@@ -112,7 +103,10 @@ def _mode() -> str:
 
 
 def _admitted(call: Call, order: Order) -> Order:
-    """Without cuDNN from its last new size on."""
+    """Without cuDNN from its last new size on.
+
+    In a compiled model cuDNN may make a plan of every size: it is not known there which ones come.
+    """
     if order[:1] != ("cudnn",):
         return order
     sizes = _planned.setdefault(call._replace(batch=0, length=0), set())
@@ -127,7 +121,7 @@ def known(device: torch.device, dtype: torch.dtype, queries: int, keys: int, col
 
     That of the most and longest sequences counts, so no size is looked at, and none compiled anew.
     """
-    how = _mode() if _is_free() and dtype in DTYPES else "off"
+    how = _mode() if is_free() and dtype in DTYPES else "off"
     if how == "off":
         return ()
     backward = not torch.is_inference_mode_enabled()
@@ -164,6 +158,8 @@ def _measure(call: Call, key: str, how: str) -> None:
         if key in _entries:
             return
         times = times_of(call, how)
+        if not is_free():  # another thread has told PyTorch what to take, whose own was timed
+            return
         _entries[key] = {
             "kind": _kind(call),
             "batch": call.batch,
@@ -190,7 +186,7 @@ def _recall(how: str) -> None:
 def _is_entry(entry: Any) -> bool:
     try:
         sizes = isinstance(entry["batch"], int) and isinstance(entry["length"], int)
-        return sizes and "kind" in entry and set(entry["order"]) <= set(BACK_ENDS)
+        return sizes and "kind" in entry and set(entry["order"]) <= set(KERNELS)
     except (KeyError, TypeError):
         return False
 
@@ -199,9 +195,11 @@ def _kind(call: Call) -> str:
     """All that a time depends on, but the sizes."""
     heads, dtype = call.heads, str(call.dtype).removeprefix("torch.")
     versions = f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
+    kernels = f"flash of {_flash()}, among {'/'.join(KERNELS)} by method {METHOD}"
     passes = "forward and backward" if call.backward else "forward"
     shared = f"{heads.queries} heads, {heads.keys} of keys, of {heads.columns} columns"
-    return f"{torch.cuda.get_device_name(call.device)}, {versions}: {dtype}, {shared}, {passes}"
+    place = f"{torch.cuda.get_device_name(call.device)}, {versions}, {kernels}"
+    return f"{place}: {dtype}, {shared}, {passes}"
 
 
 def _key(call: Call) -> str:

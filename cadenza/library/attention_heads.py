@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from operator import index
 from typing import NamedTuple
 
@@ -22,18 +23,18 @@ class Heads(NamedTuple):
     @staticmethod
     def of(qkv: Tensor, queries: int, keys: int) -> Heads:
         """Those of qkv `[B, S, (queries + 2 · keys) · columns]`; ProgramError where none fit."""
-        parts = queries + 2 * keys
-        fits = min(queries, keys) > 0 and queries % max(keys, 1) == 0
-        if qkv.dim() != 3 or not fits or qkv.shape[2] % parts:
+        whole = is_whole(queries) and is_whole(keys)
+        fits = whole and min(queries, keys) > 0 and queries % max(keys, 1) == 0
+        if qkv.dim() != 3 or not fits or qkv.shape[2] % (queries + 2 * keys):
             raise ProgramError(
                 "causal_attention of heads that don't fit",
-                found=f"qkv {list(qkv.shape)}, heads={queries}, key_value_heads={keys}",
+                found=f"qkv {list(qkv.shape)}, heads={queries!r}, key_value_heads={keys!r}",
                 expected="[B, S, (heads + 2 * key_value_heads) * head_dim], and heads a multiple "
                 "of key_value_heads",
                 write="qkv as qkv_projection returns it, of x [B, S, D]",
             )
         # Where sizes are symbols, those of a head are not: `index` makes them numbers.
-        return Heads(index(queries), index(keys), index(qkv.shape[2] // parts))
+        return Heads(index(queries), index(keys), index(qkv.shape[2] // (queries + 2 * keys)))
 
     @property
     def grouped(self) -> bool:
@@ -55,3 +56,8 @@ class Heads(NamedTuple):
         """Views `[B, heads, S, columns]` of queries, keys and values `[B, S, N]`."""
         query, key, value = (part.transpose(1, 2) for part in self.apart(qkv))
         return query, key, value
+
+
+def is_whole(number: object) -> bool:
+    """Whether this is a whole number of Python's or NumPy's, which True is not."""
+    return isinstance(number, (int, Integral)) and not isinstance(number, bool)

@@ -38,6 +38,7 @@ def takes(function: Callable[..., Any] | None) -> frozenset[str]:
 
 TAKES = takes(varlen_attn)
 DTYPES = (torch.float16, torch.bfloat16)
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Sequences(NamedTuple):
@@ -138,19 +139,31 @@ def equal_sequences(batch: int, length: int, device: torch.device) -> Sequences:
 def sequences_of(lengths: Tensor, total: int, device: torch.device) -> Sequences:
     """Those of cumulative lengths. Raises ProgramError for lengths that don't cut `total` tokens.
 
-    What they are is read once for each tensor, which waits for a GPU that has them; not while a
-    graph is captured or compiled: then whatever they are stays within the tokens.
+    On a GPU they are read once for each tensor, as long as its version is the same, which waits for
+    the GPU; not while a graph is captured or compiled: then whatever they are stays within the
+    tokens. On a CPU they are read at each call, since NumPy may write them as well.
     """
     if torch.compiler.is_compiling() or type(lengths) is not Tensor or _captures(device):
         check_form(lengths, total)
         return Sequences(_bounded(lengths.to(device), total), total)
-    state = total, device, None if lengths.is_inference() else lengths._version
+    numbers = check_lengths(lengths, total) if _is_at_hand(lengths) else None
+    version = None if lengths.is_inference() else lengths._version
+    state = total, device, _stream(device), version if numbers is None else numbers
     found: Any = _READ.get(lengths)
-    if found is None or found[0] != state or state[2] is None:
-        found = state, _read(lengths, total, device)
+    if found is None or found[0] != state or state[3] is None:
+        found = state, _made(numbers or check_lengths(lengths, total), device)
         _READ[lengths] = found
     sequences: Sequences = found[1]
     return sequences
+
+
+def _is_at_hand(lengths: Tensor) -> bool:
+    return lengths.device.type == "cpu"
+
+
+def _stream(device: torch.device) -> int:
+    """Where `ends` are made and used: memory is handed on in the order of one stream alone."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _captures(device: torch.device) -> bool:
@@ -167,13 +180,12 @@ def _bounded(lengths: Tensor, total: int) -> Tensor:
     return torch.cat((inner.new_zeros(1), inner, inner.new_full((1,), total))).to(torch.int32)
 
 
-def _read(lengths: Tensor, total: int, device: torch.device) -> Sequences:
-    ends = check_lengths(lengths, total)
+def _made(ends: list[int], device: torch.device) -> Sequences:
     longest = max(end - start for start, end in pairwise(ends))
-    # A copy in any case, since what is remembered of a tensor must not keep it alive; and one that
-    # backward may keep, whoever reads the lengths first.
+    # Of numbers, so the host waits until they are there; and a tensor that backward may keep,
+    # whoever reads the lengths first.
     with torch.inference_mode(False):
-        return Sequences(lengths.to(device, torch.int32, copy=True), longest)
+        return Sequences(torch.tensor(ends, dtype=torch.int32, device=device), longest)
 
 
 def check_lengths(lengths: Tensor, total: int) -> list[int]:
@@ -187,15 +199,18 @@ def check_lengths(lengths: Tensor, total: int) -> list[int]:
 
 def check_form(lengths: Tensor, total: int) -> None:
     """Raises ProgramError for what are no lengths, whatever numbers they have."""
-    if lengths.dim() != 1 or lengths.is_floating_point() or lengths.is_complex():
+    if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.dtype not in WHOLE:
         raise _refused(lengths, total)
 
 
-def _refused(lengths: Tensor, total: int) -> ProgramError:
-    shown = lengths.tolist() if lengths.numel() < 20 else list(lengths.shape)
+def _refused(lengths: Any, total: int) -> ProgramError:
+    shown = lengths
+    if isinstance(lengths, Tensor):
+        shown = lengths.tolist() if lengths.numel() < 20 else list(lengths.shape)
+        shown = f"{shown} of {lengths.dtype}"
     return ProgramError(
         "cumulative lengths that don't cut the tokens into sequences",
-        found=f"{shown} of {lengths.dtype}, for {total} tokens",
-        expected=f"whole numbers [sequences + 1], ascending from 0 to {total}",
+        found=f"{shown}, for {total} tokens",
+        expected=f"whole numbers [sequences + 1], a tensor, ascending from 0 to {total}",
         write="F.pad(lengths.cumsum(0), (1, 0)) of the sequences' lengths",
     )

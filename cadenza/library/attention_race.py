@@ -1,4 +1,4 @@
-"""PyTorch's kernels of causal attention: preferring one, and timing them on random numbers.
+"""Timing PyTorch's kernels of causal attention on random numbers.
 
 They are timed in a thread of their own, which has none of the caller's modes: no autocast, no hooks
 on saved tensors, nobody who listens to operations. Random numbers are of a generator of its own,
@@ -9,36 +9,27 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.backends import cuda
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cadenza.library.attention_heads import Heads
+from cadenza.library.attention_kernels import (
+    EXPANDED,
+    KERNELS,
+    OWN,
+    STOCK,
+    attend,
+    expanded,
+    joined,
+    serves,
+)
 
 log = logging.getLogger("cadenza")
-OWN = "own"  # the kernel that PyTorch takes by itself
-EXPANDED = "efficient, expanded"  # keys and values spread to as many heads as there are of queries
-BACK_ENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    EXPANDED: SDPBackend.EFFICIENT_ATTENTION,
-}
-SERVES = {
-    "flash": cuda.can_use_flash_attention,
-    "cudnn": cuda.can_use_cudnn_attention,
-    "efficient": cuda.can_use_efficient_attention,
-    EXPANDED: cuda.can_use_efficient_attention,
-}
-ALL = (*dict.fromkeys(BACK_ENDS.values()), SDPBackend.MATH)
+METHOD = 2  # of timing: times by another one are measured anew
 SECONDS = {"first": 0.1, "full": 1.0}  # of timing, beyond the fewest rounds
 GAIN = 0.97  # of the time of PyTorch's own choice, which another kernel may take at most
 LEAST = 128  # tokens: shorter sequences are bound by launches
@@ -46,7 +37,6 @@ TOKENS = 2**15  # of all sequences together
 # Floating-point operations of forward and backward, by bytes a number: a few milliseconds.
 WORK = {2: 2e12, 4: 2e11}
 Times = dict[str, float | str]
-Order = tuple[str, ...]
 
 
 class Call(NamedTuple):
@@ -74,73 +64,19 @@ class Call(NamedTuple):
         return 7 * batch * length**2 * self.heads.queries * self.heads.columns
 
 
-# --- preferring a kernel --------------------------------------------------------------------------
-
-# What PyTorch prefers is one setting of the whole process: one thread at a time changes it.
-_setting = threading.RLock()
-_inside = threading.local()
-
-
-def listed(order: Order) -> list[SDPBackend]:
-    """PyTorch's kernels in the order in which they are tried: none is out, or a call could fail."""
-    return list(dict.fromkeys((*(BACK_ENDS[name] for name in order), *ALL)))
-
-
-def preferring(order: Order) -> AbstractContextManager[Any]:
-    """Within, PyTorch takes the first of these kernels that serves a call; with none, its own."""
-    if not order:
-        return nullcontext()
-    if torch.compiler.is_compiling():
-        return sdpa_kernel(listed(order), set_priority=True)
-    return _alone(order)
-
-
-@contextmanager
-def _alone(order: Order) -> Iterator[None]:
-    with _setting, sdpa_kernel(listed(order), set_priority=True):
-        outer, _inside.it = is_inside(), True
-        try:
-            yield
-        finally:
-            _inside.it = outer
-
-
-def is_inside() -> bool:
-    """Whether this thread prefers a kernel now: another thread would wait for it to end."""
-    return getattr(_inside, "it", False)
+# --- timing them ----------------------------------------------------------------------------------
 
 
 @cache
 def prepare(device: torch.device) -> None:
-    """Lets PyTorch set its own order, which it does at its first call, over any other."""
+    """Lets PyTorch set its own order, which its first call sets over that of a traced graph."""
 
     def call() -> None:
         with torch.cuda.device(device):
             query = torch.zeros(1, 1, 8, 8, device=device, dtype=torch.float16)
-            F.scaled_dot_product_attention(query, query, query, is_causal=True)
+            STOCK(query, query, query, is_causal=True)
 
     _elsewhere(call)
-
-
-def scaled(qkv: Tensor, heads: Heads, expanded: bool = False, **options: Any) -> Tensor:
-    """F.scaled_dot_product_attention of qkv `[B, S, N]`: `[B, S, heads · columns]`.
-
-    `expanded` hands it as many heads of keys and values as there are of queries.
-    """
-    query, key, value = _operands(qkv, heads, expanded)
-    grouped = heads.grouped and not expanded
-    mixed = F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)
-    return mixed.transpose(1, 2).flatten(2)
-
-
-def _operands(qkv: Tensor, heads: Heads, expanded: bool) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = heads.by_head(qkv)
-    if expanded:
-        key, value = (part.repeat_interleave(heads.group, dim=1) for part in (key, value))
-    return query, key, value
-
-
-# --- timing them ----------------------------------------------------------------------------------
 
 
 def times_of(call: Call, how: str) -> Times:
@@ -148,8 +84,7 @@ def times_of(call: Call, how: str) -> Times:
     found: Times = {}
 
     def measure() -> None:
-        with torch.cuda.device(call.device), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of kernels that don't serve
+        with torch.cuda.device(call.device):
             found.update(_measured(call, SECONDS[how]))
             torch.cuda.empty_cache()
 
@@ -185,7 +120,7 @@ def _measured(call: Call, seconds: float) -> Times:
     found: Times = {}
     runs: dict[str, Callable[[], None]] = {}
     race = _Race(call)
-    for name in (OWN, *BACK_ENDS):
+    for name in (OWN, *KERNELS):
         try:
             race.check(name)
             race.run(name)
@@ -212,19 +147,18 @@ class _Race:
         return torch.randn(shape, generator=self.generator, device=call.device, dtype=call.dtype)
 
     def check(self, name: str) -> None:
-        """Raises RuntimeError unless PyTorch would take this kernel: another one would run."""
+        """Raises RuntimeError unless this kernel would run: PyTorch's own would instead."""
         if name == OWN:
             return
         if name == EXPANDED and not self.heads.grouped:
             raise RuntimeError("keys and values have as many heads as queries")
-        grouped = self.heads.grouped and name != EXPANDED
-        operands = _operands(self.qkv, self.heads, name == EXPANDED)
-        if not SERVES[name](cuda.SDPAParams(*operands, None, 0.0, True, grouped)):
+        operands = self.heads.by_head(self.qkv)
+        if not serves(name, *(expanded(*operands) if name == EXPANDED else operands)):
             raise RuntimeError("it does not serve such calls")
 
     def run(self, name: str) -> None:
         """Forward, and backward where it counts."""
-        with preferring(() if name == OWN else (name,)):
-            found = scaled(self.qkv, self.heads, name == EXPANDED, is_causal=True)
+        order = () if name == OWN else (name,)
+        found = joined(attend(*self.heads.by_head(self.qkv), order))
         if self.call.backward:
             torch.autograd.grad(found, self.qkv, self.upstream)

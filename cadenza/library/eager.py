@@ -20,6 +20,7 @@ from cadenza.library.autocast import autocast_dtype, without_autocast
 from cadenza.library.operands import Operands
 from cadenza.library.operator import output_shapes
 from cadenza.library.specialize import Specialization
+from cadenza.library.weights import parted, rejoined
 
 Tensor = torch.Tensor
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -194,10 +195,10 @@ class _Run(torch.autograd.Function):
         results = prepared.run(tensors)
         outputs = prepared.outputs(results)
         results[: len(outputs)] = outputs
-        kept = [
+        kept, ctx.counts = parted(
             results[v] if result else tensors[v]
             for v, result in zip(prepared.saved, prepared.of_results, strict=True)
-        ]
+        )
         ctx.prepared, ctx.count = prepared, len(tensors)
         ctx.set_materialize_grads(False)  # else autograd makes zeros as large as the outputs
         ctx.save_for_backward(*kept)
@@ -208,7 +209,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         prepared: Prepared = ctx.prepared
-        values = list(ctx.saved_tensors)
+        values = rejoined(ctx.saved_tensors, ctx.counts)
         adjoints = [prepared.adjoint(p, gradients[p]) for p in prepared.like]
         specialization = prepared.specialization
         if torch.is_grad_enabled():  # using a gradient further must meet the error

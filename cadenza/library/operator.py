@@ -17,6 +17,7 @@ from cadenza.core.ops import M
 from cadenza.library.autocast import without_autocast
 from cadenza.library.operands import Operands, as_matrix
 from cadenza.library.specialize import BY_DIGEST, Call, Specialization, Specializations
+from cadenza.library.weights import parted, rejoined
 
 Tensor = torch.Tensor
 PROGRAMS: dict[str, Specializations] = {}
@@ -145,7 +146,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.outputs = {p: (output[p].shape, output[p].dtype, output[p].device) for p in pair.adjoints}
     ctx.mark_non_differentiable(*(o for p, o in enumerate(output) if p not in pair.differentiable))
     named = dict(zip(ctx.names, tensors, strict=True))
-    ctx.save_for_backward(*(output[v] if isinstance(v, int) else named[v] for v in pair.values))
+    kept, ctx.counts = parted(output[v] if isinstance(v, int) else named[v] for v in pair.values)
+    ctx.save_for_backward(*kept)
 
 
 def _backward(
@@ -161,9 +163,8 @@ def _backward(
         adjoints.append(torch.zeros(shape, dtype=dtype, device=device) if zeros else given)
     if torch.is_grad_enabled():  # create_graph=True: using a gradient further must meet the error
         adjoints = [a if a.requires_grad else a.detach().requires_grad_() for a in adjoints]
-    results = torch.ops.cadenza.run_backward(
-        ctx.specialization.digest, list(ctx.saved_tensors), adjoints, ctx.rows
-    )
+    values = rejoined(ctx.saved_tensors, ctx.counts)
+    results = torch.ops.cadenza.run_backward(ctx.specialization.digest, values, adjoints, ctx.rows)
     named = dict(zip(pair.gradients, results, strict=True))
     by_operand = [named[n].reshape(ctx.shapes[n]) if n in named else None for n in ctx.names]
     return None, by_operand, None, None, None

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cadenza as cz
 from cadenza.backends.triton.tuning import records
-from cadenza.library import attention, attention_choice, attention_packed, attention_race
+from cadenza.library import attention, attention_choice, attention_packed
 from cadenza.library.attention_choice import TABLE, chosen
 from cadenza.library.attention_heads import Heads
 
@@ -94,13 +94,6 @@ def test_what_was_chosen_is_as_good_as_plain_operations(shape, dtype, place, cac
     assert min(times) > 0
 
 
-@pytest.mark.parametrize("name", attention_race.BACK_ENDS)
-@each_dtype
-def test_each_kernel_is_as_good_as_plain_operations(dtype, name, place, monkeypatch):
-    monkeypatch.setattr(attention, "chosen", lambda x, heads: (name,))
-    check(operands(place, dtype, 2, 513), by_math)
-
-
 @each_low
 def test_another_process_measures_nothing(dtype, place, cache):
     qkv = operands(place, dtype, 2, 300)
@@ -172,12 +165,26 @@ def test_nothing_is_measured_while_a_graph_is_captured(place, cache, monkeypatch
     assert torch.equal(found, expected)
 
 
+def test_what_another_process_measured_counts_in_a_capture(place, cache, monkeypatch):
+    qkv = operands(place, BRAIN, 2, 256).detach()
+    order = chosen(qkv, HEADS)
+    with torch.no_grad():
+        cz.ops.causal_attention(qkv, **SIZES)
+        forget(monkeypatch)
+        graph, found = torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph):
+            found.append(chosen(qkv, HEADS))
+            cz.ops.causal_attention(qkv, **SIZES)
+    assert found == [order]
+    assert len(records.read(TABLE)) == 1
+
+
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
 def test_a_checkpointed_call_runs_again_on_its_kernel(reentrant, place, cache, monkeypatch):
     qkv, orders = operands(place, BRAIN, 2, 128), []
-    stock = attention.preferring
+    stock = attention.chosen
     monkeypatch.setattr(
-        attention, "preferring", lambda order: (orders.append(order), stock(order))[1]
+        attention, "chosen", lambda *given: orders.append(stock(*given)) or orders[-1]
     )
 
     def call(given, **sizes):
@@ -278,6 +285,19 @@ def test_compiled_in_one_graph(dtype, window, place, monkeypatch):
     torch._dynamo.reset()
     compiled = torch.compile(cz.ops.causal_attention, fullgraph=True)
     check(operands(place, dtype, 2, 513), by_mask(monkeypatch, **options), compiled, **options)
+
+
+def test_lengths_serve_several_streams(place, asked):
+    qkv, ends = operands(place, BRAIN, 2, 513), torch.tensor(ENDS, device=place.device)
+    expected = cz.ops.causal_attention(qkv, **SIZES, cumulative_lengths=ends)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = cz.ops.causal_attention(qkv, **SIZES, cumulative_lengths=ends)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(found, expected)
+    first, second = (attention_packed.sequences_of(ends, 1026, ends.device) for _ in range(2))
+    assert first is second
 
 
 def test_in_a_captured_graph_lengths_may_change(place, asked):

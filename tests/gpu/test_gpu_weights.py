@@ -87,3 +87,28 @@ def test_weights_that_come_back_are_what_they_were(non_blocking, place):
     torch.cuda.synchronize()
     for name, value in module.state_dict().items():
         assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.alone
+def test_backward_is_kept_no_copy_of_weights_apart(place):
+    module = apart(cz.nn.FeedForward(2048, 8192).to(place.device, BRAIN))
+    x = torch.randn(16, 2048, device=place.device, dtype=BRAIN, requires_grad=True)
+    module(x).sum().backward()
+    module.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = module(x)
+    assert torch.cuda.memory_allocated() - before < 0.1 * 2 * 2 * 8192 * 2048
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("one", ["q_proj", "k_proj", "v_proj"])
+def test_a_weight_that_is_written_to_before_backward_is_an_error(one, frozen, place):
+    module = layer(place.device).requires_grad_(not frozen)
+    inputs = given(place.device)
+    y = module(*inputs)[0]
+    with torch.no_grad():
+        module.self_attn.get_submodule(one).weight.mul_(3.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y.float().square().sum(), inputs[0])

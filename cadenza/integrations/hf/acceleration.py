@@ -14,7 +14,7 @@ from cadenza.integrations.hf.head_trial import head_plan
 from cadenza.integrations.hf.layer import layer_forward
 from cadenza.integrations.hf.leaves import norm_kind
 from cadenza.integrations.hf.norm import norm_forward
-from cadenza.integrations.hf.plan import NormKind, Plan, blocked, unusable, usable, warn_once
+from cadenza.integrations.hf.plan import Plan, blocked, unusable, usable, warn_once
 from cadenza.integrations.hf.recognise import Unknown, parameters_of, plan_of
 from cadenza.integrations.hf.replace import (
     PLAN,
@@ -30,6 +30,7 @@ from cadenza.integrations.hf.weights import (
     layer_groups,
     part_storage,
     share_storage,
+    with_storages,
 )
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -61,12 +62,11 @@ def accelerate(model: nn.Module, *, logits: bool | str = True) -> Report:
         raise TypeError(f"cz.accelerate of a {type(model).__name__}: give a torch.nn.Module")
     if logits not in (*LOGITS,):
         raise ValueError(f"logits={logits!r}: choose True, False or 'evaluation'")
-    known = [(layer, layer.__dict__[PLAN]) for layer in accelerated_layers(model)]
-    _restore(model)
+    plans = _restored(model)
     report = _replaced(model, logits)
-    for layer, plan in known:
-        if not is_accelerated(layer):
-            part_storage(layer, plan)
+    layers = accelerated_layers(model)
+    part_storage(model, plans, layers)
+    share_storage(layers)
     warn_once(reason for entry in report.replaced for reason in entry.left)
     return report
 
@@ -101,8 +101,7 @@ def _layer(path: str, layer: nn.Module, tried: dict[Any, bool]) -> Entry:
         return Entry(path, kind, (), (str(reason),))
     parts = usable(layer, plan)
     if parts:
-        accelerate_module(layer, plan, layer_forward, layer_groups)
-        share_storage(layer, plan)
+        accelerate_module(layer, with_storages(layer, plan), layer_forward, layer_groups)
     left = tuple(f"{at} {reason}" for at, reason in blocked(layer, plan).items())
     does = {**DOES, "queries": DOES["queries"] if plan.form.rotary else "norm + QKV"}
     return Entry(path, kind, tuple(does for part, does in does.items() if part in parts), left)
@@ -142,16 +141,22 @@ def _stack(path: str, model: nn.Module) -> Iterator[Entry]:
         accelerate_module(stack, StackPlan(name, parameters_of(stack)), stack_forward)
         yield Entry(above, type(stack).__name__, ("mask of plain causal batches",))
     for own, child in stack.named_children():
-        kind = norm_kind(child) if "Norm" in type(child).__name__ else None
-        if kind is not None:
-            yield _norm(f"{above}.{own}" if above else own, child, kind)
+        if "Norm" in type(child).__name__:
+            yield from _norm(f"{above}.{own}" if above else own, child)
 
 
-def _norm(path: str, module: nn.Module, kind: NormKind) -> Entry:
-    reason = unusable(module, type(module))
-    if reason is None:
+def _norm(path: str, module: nn.Module) -> Iterator[Entry]:
+    """The entry of a norm, none for one that is not known."""
+    try:
+        with _followed():
+            kind = norm_kind(module)
+        reason = unusable(module, type(module))
+    except Unknown as unknown:
+        kind, reason = None, str(unknown)
+    if kind is not None and reason is None:
         accelerate_module(module, kind, norm_forward)
-    return Entry(path, type(module).__name__, () if reason else ("norm",), _listed(reason))
+    if kind is not None or reason is not None:
+        yield Entry(path, type(module).__name__, () if reason else ("norm",), _listed(reason))
 
 
 def _head(path: str, model: Any, logits: bool | str) -> Entry:
@@ -191,12 +196,13 @@ def revert(model: nn.Module) -> None:
     Parameters keep the numbers that they have now, each in a storage of its own. A model that
     `accelerate` has not touched stays as it is.
     """
-    for layer in accelerated_layers(model):
-        part_storage(layer, layer.__dict__[PLAN])
-    _restore(model)
+    part_storage(model, _restored(model), ())
 
 
-def _restore(model: nn.Module) -> None:
+def _restored(model: nn.Module) -> list[Plan]:
+    """Puts every module's class back; the plans of the layers among them."""
+    plans = [layer.__dict__[PLAN] for layer in accelerated_layers(model)]
     for module in model.modules():
         if is_accelerated(module):
             restore_module(module)
+    return plans

@@ -22,7 +22,7 @@ from cadenza.integrations.hf.replace import PLAN, Forward
 from cadenza.integrations.hf.standin import StandIn
 from cadenza.library.attention_choice import chosen
 from cadenza.library.attention_heads import Heads
-from cadenza.library.attention_race import EXPANDED, preferring
+from cadenza.library.attention_kernels import preferring
 
 # What makes a batch other than plain, where it is given.
 SPECIAL = (
@@ -107,8 +107,7 @@ def fastest_kernel(
     """
     if not _asks_for_causal(attention, x, given):
         return preferring(())
-    order = chosen(x, Heads(plan.heads, plan.key_value_heads, plan.head_dim))
-    return preferring(tuple(name for name in order if name != EXPANDED))
+    return preferring(chosen(x, Heads(plan.heads, plan.key_value_heads, plan.head_dim)))
 
 
 def _asks_for_causal(attention: Any, x: Tensor, given: Mapping[str, Any]) -> bool:

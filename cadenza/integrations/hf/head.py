@@ -153,4 +153,4 @@ def chosen_loss(model: Any) -> tuple[Any, ...]:
 
 def has_head(model: nn.Module) -> bool:
     """Whether a model has a head of the known name, and a loss function."""
-    return HEAD in model._modules and hasattr(type(model), "loss_function")
+    return model._modules.get(HEAD) is not None and hasattr(type(model), "loss_function")

@@ -36,7 +36,8 @@ class Plan:
 
     `attend` is the attention's own forward of heads that are rotated already; `parameters` are the
     names of the layer's arguments in order; `types` are the types of its parts by path: what else
-    stands there now is left alone. `wanted` has them by the part that they are needed for.
+    stands there now, or nothing, is left alone. `wanted` has them by the part that they are needed
+    for. `storages` are the sizes of the weights in each storage that several of them share.
     """
 
     wanted: ClassVar[dict[str, tuple[tuple[str, type | None], ...]]]
@@ -51,6 +52,7 @@ class Plan:
     attend: Callable[..., Any] | None
     parameters: tuple[str, ...]
     types: tuple[tuple[str, type], ...]
+    storages: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         known = dict(self.types)
@@ -88,28 +90,38 @@ def usable(layer: nn.Module, plan: Plan) -> frozenset[str]:
 
 def blocked(layer: nn.Module, plan: Plan, *parts: str) -> dict[str, str]:
     """Why parts of a layer are left alone, by the path of the module that stands in the way."""
-    found = {}
+    found: dict[str, str] = {}
     for part in parts or PARTS:
         for path, kind in plan.wanted[part]:
             reason = unusable(module_at(layer, path), kind)
-            if reason is not None:
+            # Of what went with the module that it was in, that one says enough.
+            if reason is not None and not (reason is GONE and _owner(path) in found):
                 found[path] = reason
     return found
 
 
+def _owner(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
 def module_at(module: Any, path: str) -> Any:
-    """The submodule at a path, which is there; faster than `get_submodule`."""
+    """The submodule at a path, None where there is none; faster than `get_submodule`."""
     for name in path.split("."):
-        module = module._modules[name]
+        module = None if module is None else module._modules.get(name)
     return module
 
 
-def unusable(module: nn.Module, known: type | None) -> str | None:
+GONE = "is not there"
+
+
+def unusable(module: nn.Module | None, known: type | None) -> str | None:
     """Why nothing else may do this module's work, None if it may.
 
-    It does what its class says, and nobody watches: no hooks, no other forward, its known class,
-    and its parameters are plain tensors of floating point.
+    It is there, does what its class says, and nobody watches: no hooks, no other forward, its known
+    class, and its parameters are plain tensors of floating point.
     """
+    if module is None:
+        return GONE
     kind = type(module)
     if kind is not known:
         return f"is a {kind.__module__}.{kind.__qualname__}"

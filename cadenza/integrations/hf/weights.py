@@ -5,6 +5,8 @@ How they are joined, and when they move into one storage, is that of `cadenza.li
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -18,6 +20,7 @@ from cadenza.library.weights import (
     joined,
     joined_present,
     put_together,
+    sizes_of,
     take_apart,
 )
 
@@ -67,7 +70,7 @@ def groups(layer: nn.Module, plan: Plan) -> list[list[nn.Parameter]]:
     several = [paths for paths in (plan.form.projections, plan.form.up) if len(paths) > 1]
     known, found = dict(plan.types), []
     for paths in several:
-        modules: list[Any] = [layer.get_submodule(path) for path in paths]
+        modules: list[Any] = [module_at(layer, path) for path in paths]
         if all(type(m) is known.get(path) for m, path in zip(modules, paths, strict=True)):
             found.append([m.weight for m in modules])
             found.append([m.bias for m in modules if m.bias is not None])
@@ -80,16 +83,26 @@ def layer_groups(layer: nn.Module) -> list[Sequence[Tensor]]:
     return [] if plan is None else [*groups(layer, plan)]
 
 
-def share_storage(layer: nn.Module, plan: Plan) -> None:
+def share_storage(layers: Iterable[nn.Module]) -> None:
     """Puts weights that one product takes into one storage; they stay parameters of their own."""
-    for weights in groups(layer, plan):
+    for weights in itertools.chain.from_iterable(map(layer_groups, layers)):
         put_together(weights)
 
 
-def part_storage(layer: nn.Module, plan: Plan) -> None:
-    """Gives weights that share one storage storages of their own, with the same numbers."""
-    for weights in groups(layer, plan):
-        take_apart(weights)
+def with_storages(layer: nn.Module, plan: Plan) -> Plan:
+    """The plan, with what the storages are of that the layer's weights are put into."""
+    return dataclasses.replace(plan, storages=tuple(map(sizes_of, groups(layer, plan))))
+
+
+def part_storage(model: nn.Module, plans: Iterable[Plan], layers: Iterable[nn.Module]) -> None:
+    """Gives weights that plans had put into one storage storages of their own.
+
+    Wherever they are in the model by now, but those that one product of these layers takes.
+    """
+    together = [group for layer in layers for group in layer_groups(layer)]
+    kept = {id(weight) for group in together if is_one_stretch(group) for weight in group}
+    storages = {sizes for plan in plans for sizes in plan.storages}
+    take_apart([weight for weight in model.parameters() if id(weight) not in kept], storages)
 
 
 class Sharing:

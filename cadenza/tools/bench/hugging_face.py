@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cadenza.integrations.hf import accelerate
 from cadenza.library.attention_choice import chosen
 from cadenza.library.attention_heads import Heads
-from cadenza.library.attention_race import EXPANDED, Order, preferring
+from cadenza.library.attention_kernels import Order, preferring, unexpanded
 from cadenza.tools.bench import rivals
 from cadenza.tools.bench.case import Case
 
@@ -62,12 +62,12 @@ def built(
 def fastest(case: Case, device: torch.device) -> Order:
     """PyTorch's kernels for a case's attention, the fastest first; empty where that is its own.
 
-    Settled before anything is compiled, where it could not be measured.
+    Those that serve compiled variants as well. Settled before anything is compiled, where it could
+    not be measured.
     """
     sizes = case.sizes
     like = torch.empty(sizes["B"], sizes["S"], dtype=case.torch_dtype, device=device)
-    order = chosen(like, Heads(sizes["H"], sizes["KV"], sizes["HD"]))
-    return tuple(name for name in order if name != EXPANDED)
+    return unexpanded(chosen(like, Heads(sizes["H"], sizes["KV"], sizes["HD"])))
 
 
 def _never_masked(attend: Callable[..., Any], order: Order) -> Callable[..., Any]:

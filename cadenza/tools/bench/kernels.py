@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -64,6 +64,10 @@ class Kernel(Stage):
     def flashinfer(self) -> Calls:
         """FlashInfer on each copy."""
         return [rivals.prepared("flashinfer", self.case.pattern, c.stock) for c in self.copies]
+
+    def makers(self) -> dict[str, Callable[[], Calls]]:
+        """As of every suite, and those of this one."""
+        return {**super().makers(), "liger": self.liger, "flashinfer": self.flashinfer}
 
     def bare_products(self) -> Sequence[tuple[Mapping[str, Tensor], Sequence[Product]]]:
         """The one product."""

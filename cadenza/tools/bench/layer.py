@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -69,6 +69,10 @@ class LayerStage(Stage):
     def liger(self) -> Calls:
         """Liger-Kernel's layer."""
         return self._calls(self.layer.liger())
+
+    def makers(self) -> dict[str, Callable[[], Calls]]:
+        """As of every suite, and those of this one."""
+        return {**super().makers(), "liger": self.liger}
 
     def bare_products(self) -> Sequence[tuple[Mapping[str, Tensor], Sequence[Product]]]:
         """All products, 4 or 12, on random operands of the sizes that they have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -54,6 +55,10 @@ class Loss(Stage):
 
         operands = self.x, self.w, self.target
         return self._call(lambda: fused(*operands, accum_dtype=torch.float32))
+
+    def makers(self) -> dict[str, Callable[[], Calls]]:
+        """As of every suite, and those of this one."""
+        return {**super().makers(), "lean": self.lean, "liger": self.liger}
 
     def work(self) -> Work:
         """Three products; operands read and gradients written once."""

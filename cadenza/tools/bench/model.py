@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -97,6 +97,10 @@ class Training(Stage):
                 return self.step(loss)
 
         return [step]
+
+    def makers(self) -> dict[str, Callable[[], Calls]]:
+        """As of every suite, and those of this one."""
+        return {**super().makers(), "ours-compile": self.ours_compiled, "liger": self.liger}
 
     def work(self) -> Work:
         """The products and attention's, forward and twice in backward; each parameter's passes."""

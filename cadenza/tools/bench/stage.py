@@ -54,26 +54,6 @@ class Stage(ABC):
         """For each copy its operands and the products of them."""
         return ()
 
-    def lean(self) -> Calls:
-        """The program with the least memory."""
-        raise Unavailable("only the suite loss has a lean variant")
-
-    def ours_compiled(self) -> Calls:
-        """The program inside of what `torch.compile` compiles."""
-        raise Unavailable("only the suite model has ours compiled")
-
-    def reordered(self) -> Calls:
-        """A training on the same data in another order."""
-        raise Unavailable("only the suite model-loss has another order")
-
-    def liger(self) -> Calls:
-        """Liger-Kernel."""
-        raise Unavailable("Liger-Kernel has no such operation")
-
-    def flashinfer(self) -> Calls:
-        """FlashInfer."""
-        raise Unavailable("FlashInfer has no such operation")
-
     def bare(self) -> Calls:
         """The library's products, into memory that is there."""
         outputs: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
@@ -96,9 +76,17 @@ class Stage(ABC):
             raise Unavailable(f"the suite {self.case.suite} has no bare products")
         return [in_turn([one(p, operands) for p in products]) for operands, products in copies]
 
+    def makers(self) -> dict[str, Callable[[], Calls]]:
+        """What makes the calls of each variant that the suite has."""
+        stock = {name: partial(self.stock, transform) for name, transform in TRANSFORMS.items()}
+        return {"ours": self.ours, **stock, "bare": self.bare, "products": self.products}
+
     def calls(self, variant: str) -> Calls:
-        """A variant by its name."""
-        return VARIANTS[variant](self)
+        """The calls of a variant by its name. Raises Unavailable for one that the suite hasn't."""
+        makers = self.makers()
+        if variant not in makers:
+            raise Unavailable(f"the suite {self.case.suite} has no variant {variant}")
+        return makers[variant]()
 
 
 def _ours_alone(product: Product, operands: Mapping[str, Tensor]) -> Call:
@@ -129,19 +117,11 @@ TRANSFORMS: dict[str, Transform] = {
     "autotune": _compiled("max-autotune-no-cudagraphs"),
     "eager": lambda function: function,
 }
-VARIANTS: dict[str, Callable[[Stage], Calls]] = {
-    "ours": lambda stage: stage.ours(),
-    "lean": lambda stage: stage.lean(),
-    "compile": lambda stage: stage.stock(TRANSFORMS["compile"]),
-    "autotune": lambda stage: stage.stock(TRANSFORMS["autotune"]),
-    "eager": lambda stage: stage.stock(TRANSFORMS["eager"]),
-    "liger": lambda stage: stage.liger(),
-    "flashinfer": lambda stage: stage.flashinfer(),
-    "bare": lambda stage: stage.bare(),
-    "products": lambda stage: stage.products(),
-    "ours-compile": lambda stage: stage.ours_compiled(),
-    "reordered": lambda stage: stage.reordered(),
-}
+# All names that there are, in the order of tables.
+VARIANTS = (
+    "ours", "lean", *TRANSFORMS, "liger", "flashinfer", "bare", "products", "ours-compile",
+    "reordered",
+)  # fmt: skip
 
 
 def copies_for(size: int, device: torch.device) -> int:
