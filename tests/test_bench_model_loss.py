@@ -48,6 +48,7 @@ def farthest(points, others):
     return max(abs(loss - other) for (_, loss), (_, other) in zip(points, others, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, -1.0])
 def test_a_model_that_learns_as_the_stock_one_does_is_inside(scale, monkeypatch, text):
     """And one that learns its way uphill is not."""

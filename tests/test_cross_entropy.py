@@ -130,6 +130,7 @@ def test_a_common_offset_of_the_logits_changes_nothing():
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_weight_gradient_adds_up_in_float32():
     """2048 chunks of one row each: a sum in bfloat16 would stop growing at 256."""
     x = torch.ones(2048, 1, dtype=torch.bfloat16, requires_grad=True)

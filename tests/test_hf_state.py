@@ -153,6 +153,7 @@ def test_state_loads_both_ways_and_strictly():
     assert_same_state(twin, other)
 
 
+@pytest.mark.slow
 def test_a_deep_copy_of_a_compiled_model_computes_with_its_own_weights():
     model = _fresh()
     model.compile(backend="eager")
