@@ -4,6 +4,7 @@ What stands there now is left alone, and nothing that one does with a model mind
 """
 
 import copy
+import inspect
 import pickle
 import warnings
 
@@ -44,12 +45,23 @@ class Alone(nn.Module):
 class Attention(nn.Module):
     """Something in the place of attention."""
 
+    is_sliding = False  # which Gemma 3's layers ask for in older releases
+
     def __init__(self, _: nn.Module) -> None:
         super().__init__()
         self.mix = nn.Parameter(torch.ones(64))
 
     def forward(self, hidden_states, *args, **kwargs):
         return hidden_states * self.mix, None
+
+
+def layers_return_tuples():
+    """Whether a layer gives its stream in a tuple, as in older releases."""
+    layer = type(layers_of(pair("llama")[1])[0])
+    return "uple" in str(inspect.signature(layer.forward).return_annotation)
+
+
+LAYERS_RETURN_TUPLES = layers_return_tuples()
 
 
 class Passing(nn.Module):
@@ -60,7 +72,8 @@ class Passing(nn.Module):
         self.gain = nn.Parameter(torch.ones(64))
 
     def forward(self, hidden_states, *args, **kwargs):
-        return hidden_states * self.gain
+        found = hidden_states * self.gain
+        return (found,) if LAYERS_RETURN_TUPLES else found
 
 
 class Doubled(nn.Module):
