@@ -180,13 +180,18 @@ def assert_all_works(model, twin, report):
         assert_near(outcome(one, **batch()), expected)
 
 
-@pytest.mark.parametrize(
-    ("path", "make"), REPLACED, ids=[f"{path}-{make.__name__}" for path, make in REPLACED]
-)
+EACH = [
+    pytest.param(path, make, id=f"{path}-{make.__name__}", marks=pytest.mark.slow if n % 8 else ())
+    for n, (path, make) in enumerate(REPLACED)
+]
+
+
+@pytest.mark.parametrize(("path", "make"), EACH)
 def test_every_operation_works_with_a_part_replaced(path, make):
     assert_all_works(*exchanged(path, make))
 
 
+@pytest.mark.slow
 @each_family
 @pytest.mark.parametrize("name", ["mlp", "attention", "norm"])
 def test_every_operation_works_in_every_family(family, name):
