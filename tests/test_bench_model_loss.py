@@ -22,6 +22,7 @@ def text(tmp_path):
     return file
 
 
+@pytest.mark.slow
 def test_three_trainings_and_their_spread(tmp_path, text, capsys):
     assert bench(tmp_path, "model-loss", "--text", str(text), sizes=SHORT) == 0
     found = records(tmp_path, "model-loss")

@@ -73,6 +73,7 @@ def test_a_comparison_reports_differences_time_and_memory(quick, tmp_path, capsy
     assert said.count("pass: ") + said.count("FAIL: ") == 2
 
 
+@pytest.mark.slow
 def test_all_contenders_start_alike_and_see_the_same_batches(quick, tmp_path):
     run(tmp_path / "run", "--dtype", "float64")
     parts = json.loads((tmp_path / "run" / "compare.json").read_text())["contenders"]

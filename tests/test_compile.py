@@ -161,6 +161,7 @@ def test_the_first_number_of_rows_may_equal_a_weights_size(first):
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_batch_and_sequence_may_both_change():
     case = CASES["tuple"]
     function, counter = compiled(case.call)

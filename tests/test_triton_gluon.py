@@ -263,6 +263,7 @@ def test_pairs_within_a_tile_and_pairs_of_whole_tiles_are_taken(inner: int) -> N
     assert cut_of(Layout(1024, inner), 1, HEAVY).parts == 2
 
 
+@pytest.mark.slow
 def test_every_product_of_every_block_is_taken() -> None:
     found = {name: [f for f in of_block(name) if isinstance(f, str)] for name in BUILT_IN}
     assert not any(found.values()), found
