@@ -28,7 +28,7 @@ test: lint $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n 2 $(ARGS) tests/test_hf_*.py
 
 quick: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -73,7 +73,9 @@ def test_every_function_and_operation_has_a_case():
     assert {n.op for g in graphs for n in g.nodes()} == set(Op)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize("chosen", named(CASES))
 def test_no_less_accurate_than_torch(chosen, dtype):
     operands = chosen.tensors(129, dtype)
