@@ -22,6 +22,8 @@ from cadenza.core.ops import Op, TypeRuleError
 from cadenza.core.plan import Kernel, Plan, verify_plan
 from cadenza.library.blocks import BUILT_IN
 
+pytestmark = pytest.mark.slow
+
 Tensor = torch.Tensor
 ROWS, TILE = 5, 3
 REFUSED = (CadenzaError, KeyError, RuntimeError, TypeRuleError)
