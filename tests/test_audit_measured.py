@@ -22,6 +22,8 @@ from cadenza.tools.audit.report import Report
 from cadenza.tools.audit.sorting import sort_kernel
 from cadenza.tools.audit.tables import show
 
+pytestmark = pytest.mark.slow
+
 NAMES = {
     "products": [
         "nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_TNT",

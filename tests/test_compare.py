@@ -16,6 +16,8 @@ from cadenza.tools.memory import PeakMemory
 from cadenza.tools.settings import Settings
 from cadenza.tools.verdict import RESOLUTION, Drift, bounds, drift, relative
 
+pytestmark = pytest.mark.slow
+
 PARTS = ["cadenza", "stock", "perturbed"]
 
 
