@@ -189,6 +189,15 @@ def test_a_variant_that_fails_is_a_record_with_its_reason(measured):
     assert {one["layers"] for one in measured} == {3}
 
 
+def test_what_was_not_predicted_says_why(measured, monkeypatch):
+    """And no step of it is taken: the reason is that of the prediction, not a missing key."""
+    monkeypatch.setattr(measuring, "_measured", None)  # it would fail
+    some = {n: c for n, c in predicted().variants.items() if n != "compiled"}
+    known = replace(predicted(), variants=some, missing={"compiled": "a graph break"})
+    (record,) = measure(subject(), known, ["compiled"], 5)
+    assert record["failed"] == "not predicted: a graph break"
+
+
 def test_what_was_measured_stands_beside_what_was_predicted(measured):
     out = io.StringIO()
     report = Report("a", [], predicted(), AuditOptions(), measured)

@@ -36,6 +36,9 @@ def measure(
         record: dict[str, Any] = {
             "variant": variant, "device": device_name(device), "layers": layers,
         }  # fmt: skip
+        if variant in prediction.missing:  # there is nothing to stand beside
+            found.append({**record, "failed": f"not predicted: {prediction.missing[variant]}"})
+            continue
         try:
             record |= _measured(subject, variant, steps, device)
             share = prediction.step(variant, prediction.precisions[0])
