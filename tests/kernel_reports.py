@@ -1,4 +1,5 @@
-"""Compiles the kernels of built-in blocks at large sizes and writes what each takes, as JSON.
+"""Compiles the kernels of built-in blocks at large sizes, and of losses of every option, and writes
+what each takes, as JSON.
 
 Run as a program where TRITON_INTERPRET is unset, by `reports`, in two processes that each take
 every other kernel. Kernels with equal texts, types and constants are compiled once a target.
@@ -13,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from loss_options import example
 from planned import large_call
 
 from cadenza.backends.triton.compiled import CompilationError, report
@@ -20,8 +23,16 @@ from cadenza.backends.triton.launches import Launch
 from cadenza.backends.triton.program import Program
 from cadenza.backends.triton.target import Target
 from cadenza.core.plan import Plan
+from cadenza.library import specialize
 from cadenza.library.blocks import BUILT_IN
+from cadenza.library.cross_entropy import linear_cross_entropy
 
+LOSSES = "losses"
+TERMS = (
+    {},
+    {"bias": True, "label_smoothing": 0.1, "z_loss": 1e-3},
+    {"weight": True, "label_smoothing": 0.1, "softcap": 30.0},
+)
 WORKERS = 2
 FOLDER = Path(__file__).resolve().parent
 
@@ -74,11 +85,34 @@ def reports(tasks: Sequence[Task], cache: Path) -> list[Compiled]:
 
 def plans(task: Task) -> Iterator[tuple[str, Plan]]:
     """The plans of a task with their names."""
+    if LOSSES in task.blocks:
+        yield from plans_of_losses()
+        return
     for name in task.blocks or BUILT_IN:
         pair = large_call(name, task.dtype).pair()
         yield f"{name} forward", pair.forward_plan
         if pair.backward_plan is not None and not task.kernels:
             yield f"{name} backward", pair.backward_plan
+
+
+def plans_of_losses() -> Iterator[tuple[str, Plan]]:
+    """The plans that losses run on a CPU, of several chunks and of one, lean too."""
+    found: list[Plan] = []
+    compile_plan = specialize.compile_plan
+
+    def recorded(plan: Plan, *rest: Any) -> Any:
+        found.append(plan)
+        return compile_plan(plan, *rest)
+
+    specialize.compile_plan = recorded
+    for options in TERMS:
+        case = example(options, 40, 64, 1000, torch.bfloat16)
+        leaves = {n: v.requires_grad_() for n, v in case.operands.items() if n in ("x", "w")}
+        for lean, chunk in ((False, 16), (False, 64), (True, 256)):
+            given = {**case.operands, **leaves, **case.options}
+            linear_cross_entropy(**given, lean=lean, chunk=chunk).backward()
+    specialize.compile_plan = compile_plan
+    yield from ((f"a loss, plan {number}", plan) for number, plan in enumerate(found))
 
 
 def launches(task: Task) -> Iterator[tuple[str, Launch]]:

@@ -88,10 +88,12 @@ def test_kernels_of_no_telling_name_are_sorted_by_what_launched_them():
     assert sort_kernel("void at::native::vectorized_elementwise_kernel<4>", step) == "optimizer"
 
 
-def test_our_kernels_are_products_where_they_hold_tiles():
-    assert sort_kernel("kernel", shared=196608) == "products"
-    assert sort_kernel("kernel", shared=512) == "memory"
-    assert sort_kernel("kernel_of_someone", shared=196608) == "other"
+def test_our_kernels_say_what_they_are():
+    assert sort_kernel("cadenza_F1_product") == "products"
+    assert sort_kernel("cadenza_vector_product") == "products"
+    assert sort_kernel("cadenza_B2_pointwise") == "memory"
+    assert sort_kernel("cadenza_v7_vectors") == "memory"
+    assert sort_kernel("kernel_of_someone") == "other"
 
 
 # --- a trace --------------------------------------------------------------------------------------
@@ -115,7 +117,7 @@ TRACE = [
     event("cuda_driver", "cuLaunchKernelEx", 95.0, 2.0, tid=2, correlation=9),
     event("kernel", "unheard_of", 100.0, 300.0, tid=3, correlation=7),
     event("kernel", "unheard_of", 500.0, 40.0, tid=3, correlation=8),
-    event("kernel", "kernel", 410.0, 80.0, tid=3, correlation=9, **{"shared memory": 200000}),
+    event("kernel", "cadenza_F1_product", 410.0, 80.0, tid=3, correlation=9),
     event("gpu_memset", "Memset (Device)", 560.0, 2.0, tid=3, correlation=10),
     event("python_function", "step", 0.0, 100.0),
 ]
@@ -124,7 +126,7 @@ TRACE = [
 def test_a_trace_is_its_kernels_in_order_with_their_origins():
     assert kernels_of(TRACE) == [
         Kernel("unheard_of", "products", pytest.approx(300e-6)),
-        Kernel("kernel", "products", pytest.approx(80e-6)),
+        Kernel("cadenza_F1_product", "products", pytest.approx(80e-6)),
         Kernel("unheard_of", "optimizer", pytest.approx(40e-6)),
         Kernel("Memset (Device)", "memory", pytest.approx(2e-6)),
     ]

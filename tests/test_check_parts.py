@@ -96,6 +96,32 @@ def test_in_low_precision_twice_torchs_error_is_allowed_and_no_more():
     assert not agreement.is_as_good(oracle.bfloat16() * 1.02, oracle, oracle)
 
 
+def test_an_unlucky_number_is_judged_by_several_draws():
+    """One number errs by more than twice another's as often as not, though both err alike."""
+    generator = torch.Generator().manual_seed(0)
+    errors = torch.randn((2, agreement.DRAWS), dtype=torch.float64, generator=generator)
+    errors[:, 0] = torch.tensor([0.9, 0.1])
+
+    def draw(seed, worse=1.0):
+        ours, stock = (1.0 + 0.1 * errors[:, seed] * torch.tensor([worse, 1.0])).tolist()
+        three = (torch.tensor([v], dtype=torch.float64) for v in (ours, stock, 1.0))
+        first, second, exact = ({"slope": v} for v in three)
+        narrow = {"slope": first["slope"].bfloat16()}
+        return narrow, {"slope": second["slope"].bfloat16()}, exact
+
+    assert agreement.problem_of(*draw(0)), "the first draw alone fails"
+    assert agreement.lasting_problem(draw, draw(0)) is None
+    worse = functools.partial(draw, worse=6.0)
+    assert "slope is" in agreement.lasting_problem(worse, worse(0))[0]
+
+
+def test_what_is_not_finite_is_a_problem_without_other_draws():
+    one, exact = {"y": torch.tensor([torch.inf])}, {"y": torch.tensor([1e6], dtype=torch.float64)}
+    assert agreement.lasting_problem(None, (one, one, exact)) == (
+        "y is not finite", agreement.RANGE,
+    )  # fmt: skip
+
+
 def test_infinity_agrees_with_nothing_finite():
     one, other = torch.tensor([1.0, torch.inf]), torch.tensor([1.0, 2.0])
     assert agreement.difference(one, one) == 0.0
@@ -278,7 +304,7 @@ def test_a_device_that_is_off_fails(monkeypatch):
     monkeypatch.setattr(type(one.program), "__call__", ours)
     found = device.device_finding(one, CPU, "reference")
     assert found.holds is False
-    assert found.figure.startswith("1 rows of 48: output 0 is 9.")
+    assert found.figure.startswith("1 rows of 48: output 0 is 1.0e-01 off")
 
 
 @pytest.mark.slow

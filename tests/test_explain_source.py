@@ -122,7 +122,7 @@ def test_colour_only_on_a_terminal(monkeypatch, stream, coloured):
     monkeypatch.setattr(sys, "stdout", stream())
     assert main(["explain", "llama-mlp", "--source", "F2"]) == 0
     assert ("\x1b" in sys.stdout.getvalue()) == coloured
-    assert "def kernel(" in re.sub(r"\x1b\[[\d;]*m", "", sys.stdout.getvalue())
+    assert "def cadenza_F2_product(" in re.sub(r"\x1b\[[\d;]*m", "", sys.stdout.getvalue())
 
 
 # --- what runs instead ----------------------------------------------------------------------------

@@ -12,6 +12,9 @@ from triton_plans import cz_program, trials
 
 from cadenza import lang as L
 from cadenza.backends.triton.columns import ROWS, Frame, Layout, Space, Spaces
+from cadenza.backends.triton.configuration import Configuration
+from cadenza.backends.triton.program import Program
+from cadenza.backends.triton.target import Target
 from cadenza.backends.triton.tile import STEPS
 from cadenza.core.ir import Graph, Node
 from cadenza.core.ops import Op
@@ -90,6 +93,20 @@ SPACES = {
     "groups repeated": (None, lambda p: L.repeat(L.group_sum(p, 4), 4), Space("full")),
     "tiled": (None, lambda p: L.tile(p, 2), None),
 }
+
+
+def test_masks_move_by_pointers_whatever_is_chosen():
+    """Triton ends the process on a descriptor of one: it has boxes of numbers alone."""
+    program = cz_program(lambda x, w: (L.linear(x, w), L.linear(x, w) > 0.0))
+    given = {"x": torch.randn(64, 64).bfloat16(), "w": torch.randn(64, 64).bfloat16()}
+    (trial,) = trials(program, given, backward=False)
+    boxed = Configuration(64, 64, 64, boxes=("store", "load"))
+    (step,) = Program(trial.plan, lambda _: boxed, target=Target.named("sm_90")).steps
+    stores = {a.name: a.node.type.kind for a in step.source.arguments if a.role == "store"}
+    assert {"real", "boolean"} == set(stores.values())
+    assert step.source.movable == {n for n, kind in stores.items() if kind != "boolean"}
+    types = step.signature(descriptors=True)
+    assert all(types[n].startswith("tensordesc") == (stores[n] == "real") for n in stores)
 
 
 def graph_of(function: Callable[..., Any]) -> Graph:

@@ -34,6 +34,14 @@ def test_every_kernel_of_every_block_fits_every_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_every_kernel_of_losses_fits_hopper(tmp_path: Path) -> None:
+    """Their finishes use a sum over tiles more than once, on which Triton failed inside a loop."""
+    found = reports([Task("sm_90", blocks=["losses"])], tmp_path)
+    assert len(found) > 20
+    assert_fits(found)
+
+
+@pytest.mark.slow
 def test_a_kernel_fits_every_target(tmp_path: Path) -> None:
     found = reports([Task(name, "bfloat16", ["llama-mlp"], 1) for name in NAMES], tmp_path)
     assert sorted(f.target for f in found) == sorted(NAMES)

@@ -10,6 +10,7 @@ the block linear_loss.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -193,17 +194,23 @@ class _Gradients:
     """The gradients of x, w and bias, filled chunk by chunk; an unneeded one stays empty."""
 
     def __init__(self, named: Operands, mask: int, alone: bool = False) -> None:
-        self.mask, self.needed = mask, names_of(mask)
-        x, w = named["x"], named["w"]
-        self.brain = w.dtype == torch.bfloat16
-        bias, dtype = named.get("bias", w), w.dtype if alone else wide(w)
-        self.filled = {
+        self.named, self.mask, self.needed, self.alone = named, mask, names_of(mask), alone
+        self.brain = named["w"].dtype == torch.bfloat16
+
+    @cached_property
+    def filled(self) -> Operands:
+        """What is filled; made for the first chunk's backward, when its forward has freed its own
+        memory."""
+        x, w = self.named["x"], self.named["w"]
+        bias, dtype = self.named.get("bias", w), w.dtype if self.alone else wide(w)
+        found = {
             "x": torch.empty_like(x) if "x" in self.needed else x.new_empty(0),
             "w": w.new_empty(w.shape if "w" in self.needed else (0,), dtype=dtype),
             "bias": bias.new_zeros(bias.shape if "bias" in self.needed else (0,), dtype=wide(bias)),
         }
         if not x.shape[0]:  # no chunk will fill it
-            self.filled["w"].zero_()
+            found["w"].zero_()
+        return found
 
     def places(self, rows: slice) -> Operands:
         """Where the gradients of a chunk are written, or added."""

@@ -116,6 +116,8 @@ def default(facts: Facts, target: Target) -> Configuration:
         cut = cuts.near if facts.near else cuts.half
     else:
         cut = next((c for most, c in cuts.steps if facts.weight <= most), cuts.heavy)
+        if facts.weight > SPARE and facts.N % cut.BN:
+            cut = cuts.heavy
     return shrunk(cut, facts)
 
 
@@ -174,6 +176,7 @@ def family(target: Target) -> str:
     return "ampere" if target.shared > 160_000 else "workstation"
 
 
+SPARE = 3  # the weight above which masks of columns no longer fit the registers
 LEAST = 16  # rows, columns and depth of the smallest product of matrices
 INTERPRETED = Configuration(BM=16, BN=64, BK=16, warps=4, stages=2)
 DEFAULTS = {
@@ -181,7 +184,7 @@ DEFAULTS = {
         (
             (2, Configuration(128, 256, 64, warps=8, stages=3, parts=2)),
             (3, Configuration(128, 256, 64, warps=8, stages=3, parts=4)),
-            (8, Configuration(128, 256, 64, warps=8, stages=3, parts=8, boxes=("load",))),
+            (7, Configuration(128, 256, 64, warps=8, stages=3, parts=8, boxes=("load",))),
         ),
         heavy=Configuration(128, 128, 64, warps=8, stages=4, parts=4, boxes=("load",)),
         near=Configuration(128, 128, 64, warps=8, stages=4, parts=2, boxes=("load",)),

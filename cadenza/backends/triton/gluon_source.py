@@ -12,6 +12,7 @@ from dataclasses import replace
 from cadenza.backends.triton.body import Body
 from cadenza.backends.triton.columns import Layout, Unsupported
 from cadenza.backends.triton.configuration import Configuration
+from cadenza.backends.triton.modules import entry
 from cadenza.backends.triton.readable import readable
 from cadenza.backends.triton.source import (
     Source,
@@ -83,7 +84,7 @@ def consume(
 
 
 @gluon.jit
-def kernel(
+def {kernel}(
     a, b, {names},
     ROWS, {depth}BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     TA: gl.constexpr, TB: gl.constexpr,
@@ -134,6 +135,7 @@ def gluon_product_source(
     given, two = accumulators(body), apart(layout)
     lines = [*(f"{name} = device.arranged({name})" for name in given), *lines]
     emitted = KERNEL.format(
+        kernel=entry(title, "product"),
         accumulators=", ".join(given), names=names, body=indented(map(_blockwise, lines), 1),
         tile=indented(lines_of_tile(body, cut.parts, not two, names, reductions), 1),
         block=BLOCK, columns=COLUMNS, width=cut.width(layout.lanes),

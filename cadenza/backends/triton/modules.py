@@ -51,9 +51,15 @@ def file_name(text: str) -> str:
     return f"{title}_{digest(text)}.py"
 
 
+def entry(title: str, kind: str) -> str:
+    """What a kernel is called, in profiles too: by its place in its plan, and by its kind."""
+    place = re.sub(r"[^a-zA-Z0-9]+", "_", title.split(":", 1)[0]).strip("_")
+    return f"cadenza_{place}_{kind}"
+
+
 @cache
 def function(text: str) -> Any:
-    """The function `kernel` of an emitted module."""
+    """The kernel of an emitted module: the last function that it defines."""
     path = str(written(text))
     module = ModuleType(f"cadenza_kernels_{Path(path).stem}")
     module.__file__ = path
@@ -61,7 +67,7 @@ def function(text: str) -> Any:
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
     _settle(module)
-    return module.kernel
+    return vars(module)[re.findall(r"^def (\w+)\(", text, re.MULTILINE)[-1]]
 
 
 def _settle(module: ModuleType) -> None:

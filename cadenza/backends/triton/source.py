@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from cadenza.backends.triton.arguments import COLUMN_REDUCTIONS, PARTIALS, Argument
 from cadenza.backends.triton.body import Body
 from cadenza.backends.triton.columns import Frame, Layout
+from cadenza.backends.triton.modules import entry
 from cadenza.backends.triton.readable import readable
 from cadenza.core.ir import Node
-from cadenza.core.ops import Op
+from cadenza.core.ops import BOOLEAN, Op
 
 HEADER = '''"""{said}"""
 
@@ -152,7 +153,7 @@ def part(
 {body}
 
 @triton.jit
-def kernel(
+def {kernel}(
     a, b, a_stride, b_stride, {names},
     ROWS, {depth}BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     A_TMA: tl.constexpr, B_TMA: tl.constexpr, TA: tl.constexpr, TB: tl.constexpr,
@@ -187,8 +188,10 @@ def product_source(
     arguments = tuple(body.arguments.found.values())
     names = ", ".join(parameters(arguments))
     boxes = [f"{name}_box" for name in sorted(body.boxes)]
+    masks = {a.name for a in arguments if a.node.type.kind == BOOLEAN}  # which no device boxes
     called = ", ".join([names, *boxes])
     emitted = PRODUCT.format(
+        kernel=entry(title, "product"),
         typed_boxes="".join(f", {box}: tl.constexpr" for box in boxes),
         accumulators=", ".join(accumulators(body)), names=names, body=indented(lines, 1),
         depth="K, " if depth is None else "", columns=int(body.kernel.product.type.columns),
@@ -199,7 +202,7 @@ def product_source(
     )  # fmt: skip
     return Source(
         module(title, text, emitted), arguments, body.unit, body.layout,
-        boxes=tuple(sorted(body.boxes)), movable=frozenset(body.boxes - body.scattered),
+        boxes=tuple(sorted(body.boxes)), movable=frozenset(body.boxes - body.scattered - masks),
     )  # fmt: skip
 
 
@@ -326,7 +329,7 @@ def _assign(names: Sequence[str], function: str, given: Sequence[str]) -> str:
 
 POINTWISE = """
 @triton.jit
-def kernel(
+def {kernel}(
     {names},
     ROWS, BM: tl.constexpr, W: tl.constexpr,
 ):
@@ -360,6 +363,7 @@ def pointwise_source(body: Body, title: str, text: str) -> Source:
         tail.append(f"device.store_vector({row}, {body.index(frame)}, {mask}, {kept})")
     arguments = tuple(body.arguments.found.values())
     emitted = POINTWISE.format(
+        kernel=entry(title, "pointwise"),
         names=", ".join(parameters(arguments)), head=indented(head, 1),
         body=indented(body.lines, 2), tail=indented(tail, 1),
     )  # fmt: skip
@@ -370,7 +374,7 @@ def pointwise_source(body: Body, title: str, text: str) -> Source:
 
 VECTORS = """
 @triton.jit
-def kernel({names}, ROWS, BM: tl.constexpr):
+def {kernel}({names}, ROWS, BM: tl.constexpr):
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     row_ok = rows < ROWS
 {body}"""
@@ -384,5 +388,8 @@ def vector_source(body: Body, nodes: Sequence[Node], title: str, text: str) -> S
         else:
             _store_vector(body, node, body.block(node, HELD))
     arguments = tuple(body.arguments.found.values())
-    emitted = VECTORS.format(names=", ".join(parameters(arguments)), body=indented(body.lines, 1))
+    emitted = VECTORS.format(
+        kernel=entry(title, "vectors"), names=", ".join(parameters(arguments)),
+        body=indented(body.lines, 1),
+    )  # fmt: skip
     return Source(module(title, text, emitted), arguments, 1, body.layout)

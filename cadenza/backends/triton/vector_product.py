@@ -31,10 +31,10 @@ class VectorProduct(Step):
     def launcher(self, along: bool) -> Launcher:
         """The kernel, for matrices summed along their rows in memory or across."""
         if along not in self.launchers:
-            from cadenza.backends.triton.templates.vector_kernel import kernel
+            from cadenza.backends.triton.templates.vector_kernel import cadenza_vector_product
 
             constants: dict[str, Any] = {"ALONG": along, "BN": 16 if along else 64, "BK": 128}
-            self.launchers[along] = Launcher(kernel, constants, {"num_warps": 4})
+            self.launchers[along] = Launcher(cadenza_vector_product, constants, {"num_warps": 4})
         return self.launchers[along]
 
     def run(self, memory: Memory) -> None:

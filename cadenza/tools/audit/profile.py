@@ -50,8 +50,7 @@ def kernels_of(events: Iterable[Event]) -> list[Kernel]:
         if event.get("cat") in DEVICE:
             launch = launched.get(_argument(event, "correlation"))
             origins = threads[launch["tid"]].around(launch) if launch is not None else []
-            shared = int(_argument(event, "shared memory") or 0)
-            kind = sort_kernel(event["name"], origins, shared)
+            kind = sort_kernel(event["name"], origins)
             found.append(Kernel(event["name"], kind, float(event["dur"]) * 1e-6))
     return found
 

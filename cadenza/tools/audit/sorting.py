@@ -2,8 +2,7 @@
 
 Names are those of cuBLAS, cuDNN, CUTLASS, PyTorch's own kernels, TorchInductor, FlashAttention,
 NCCL, hipBLASLt and Triton. TorchInductor's names list what was fused, a product's name among them,
-so they are judged by their beginning. Cadenza's kernels are all called `kernel`: one that holds
-tiles in shared memory is a product.
+so they are judged by their beginning. Cadenza's kernels say what they are.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from cadenza.tools.audit.counting import (
     PRODUCTS,
 )
 
-OURS = "kernel"
-TILES = 16 * 2**10  # bytes of shared memory from which on one of ours holds operands' tiles
 RULES = (
+    (PRODUCTS, r"^cadenza_\w+_product"),
+    (MEMORY, r"^cadenza_"),
     (COMMUNICATION, r"nccl|rccl|nvshmem|all_?reduce|all_?gather|reduce_scatter|multimem"),
     (OPTIMIZER, r"multi_tensor_apply|fused_?adam|adamw|FusedOptimizer"),
     (MEMORY, r"^triton_(poi|red|per|for|split_scan)_"),
     (
         ATTENTION,
         r"flash_?(fwd|bwd|attn|attention)|pytorch_flash|fmha|sdpa|flex_attention|mem_eff|"
-        r"attention_(fwd|bwd|forward|backward)",
+        r"attention_(fwd|bwd|forward|backward)|cudnn::fusion::compute_dot_do_o",
     ),
     (
         PRODUCTS,
@@ -45,22 +44,19 @@ RULES = (
 ORIGINS = (
     (OPTIMIZER, r"^Optimizer\.step"),
     (COMMUNICATION, r"^(nccl:|c10d::|_c10d)"),
-    (ATTENTION, r"scaled_dot_product|_flash_attention|_efficient_attention|flex_attention"),
+    (ATTENTION, r"scaled_dot_product|_(flash|efficient|cudnn)_attention|flex_attention"),
     (PRODUCTS, r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$"),
     (MEMORY, r"^(aten|prims)::"),
 )
 
 
-def sort_kernel(name: str, origins: Sequence[str] = (), shared: int = 0) -> str:
+def sort_kernel(name: str, origins: Sequence[str] = ()) -> str:
     """The class of a kernel.
 
-    `origins` are the operations and annotations that it was launched within, the innermost first;
-    `shared` the bytes of shared memory of one of its programs.
+    `origins` are the operations and annotations that it was launched within, the innermost first.
     """
     if any(re.search(ORIGINS[0][1], origin) for origin in origins):
         return OPTIMIZER
-    if name == OURS:
-        return PRODUCTS if shared >= TILES else MEMORY
     for kind, pattern in RULES:
         if re.search(pattern, name, re.IGNORECASE if kind != MEMORY else 0):
             return kind

@@ -1,7 +1,8 @@
 """What two functions give for the same arguments, outputs and gradients, and how far they differ.
 
 In float64 a difference is rounding, or a fault. In other dtypes a program may be off by twice what
-PyTorch's own operations are off at that dtype, plus one unit in the last place.
+PyTorch's own operations are off at that dtype, plus one unit in the last place. The error of a few
+numbers is a matter of luck: what fails on one draw of operands is judged by several together.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ ROUNDING = 1e-12  # of a value's size, in float64
 # a short one less of steep functions; a wrong gradient is wrong along each.
 STEPS = (1e-6, 1e-6, 1e-7)
 SLOPE = 1e-5  # of a gradient's size
+DRAWS = 8  # of operands, where the first one fails
 
 
 class Results(NamedTuple):
@@ -123,6 +125,24 @@ def problem_of(ours: Tensors, by_torch: Tensors, oracle: Tensors) -> Problem | N
             own, other = (relative(v[label], exact) for v in (ours, by_torch))
             return f"{label} is {own:.1e} off, PyTorch's {other:.1e}", WIDER
     return None
+
+
+def lasting_problem(
+    draw: Callable[[int], Sequence[Tensors]], first: Sequence[Tensors]
+) -> Problem | None:
+    """What is too far off in a dtype, by this program, by PyTorch and exactly: over all draws.
+
+    `draw(seed)` gives all three for other operands; `first` is that of seed 0.
+    """
+    problem = problem_of(*first)
+    if problem is None or problem[1] == RANGE:
+        return problem
+    drawn = [first, *(draw(seed) for seed in range(1, DRAWS))]
+    together = [
+        {label: torch.stack([each[label] for each in one]) for label in one[0]}
+        for one in zip(*drawn, strict=True)
+    ]
+    return problem_of(*together)
 
 
 def worst_of(ours: Tensors, by_torch: Tensors, oracle: Tensors) -> str:

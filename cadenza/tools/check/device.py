@@ -9,7 +9,13 @@ import torch
 
 from cadenza.backends import has_triton
 from cadenza.core.errors import ProgramError
-from cadenza.tools.check.agreement import Problem, problem_of, results, upstream_of
+from cadenza.tools.check.agreement import (
+    Problem,
+    Results,
+    lasting_problem,
+    results,
+    upstream_of,
+)
 from cadenza.tools.check.findings import Finding
 from cadenza.tools.check.operands import cast, drawn, index_limits
 from cadenza.tools.check.subject import Subject
@@ -54,14 +60,24 @@ def _cases(subject: Subject) -> Iterator[tuple[Target, int]]:
 def _disagreement(target: Target, rows: int, device: torch.device, backend: str) -> Problem | None:
     """The first value that is too far off, and the cure."""
     dtype = getattr(torch, next(o.dtype for o in target.signature.operands if "float" in o.dtype))
-    exact = drawn(target, rows, index_limits(graph_of(target)), device)
-    low = cast(exact, dtype)
-    upstream = upstream_of(target.program.plain, low)
-    ours = results(partial(target.program, backend=backend), low, upstream)
-    stock = results(target.program.plain, low, upstream)
-    oracle = results(target.program.plain, cast(low, torch.float64), cast(upstream, torch.float64))
-    for kind, *three in zip(("output", "gradient of"), ours, stock, oracle, strict=True):
-        problem = problem_of(*three)
-        if problem:
-            return f"{kind} {problem[0]}", problem[1]
-    return None
+    limits = index_limits(graph_of(target))
+
+    def draw(seed: int) -> tuple[Results, Results, Results]:
+        low = cast(drawn(target, rows, limits, device, seed), dtype)
+        upstream = upstream_of(target.program.plain, low)
+        return (
+            results(partial(target.program, backend=backend), low, upstream),
+            results(target.program.plain, low, upstream),
+            results(target.program.plain, cast(low, torch.float64), cast(upstream, torch.float64)),
+        )
+
+    first = draw(0)
+    problem = lasting_problem(
+        lambda seed: [found.outputs for found in draw(seed)], [found.outputs for found in first]
+    )
+    if problem:
+        return f"output {problem[0]}", problem[1]
+    problem = lasting_problem(
+        lambda seed: [found.gradients for found in draw(seed)], [found.gradients for found in first]
+    )
+    return problem and (f"gradient of {problem[0]}", problem[1])

@@ -24,10 +24,10 @@ FEW = 8  # a whole number lies below, if it is compared with no column's index
 
 
 def drawn(
-    target: Target, rows: int, limits: Mapping[str, int], device: torch.device = HOST
+    target: Target, rows: int, limits: Mapping[str, int], device: torch.device = HOST, seed: int = 0
 ) -> Arguments:
     """The arguments of a call with so many rows: operands, and the constants of the target."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
     operands = {
         operand.name: _one(operand, rows, limits.get(operand.name, FEW), generator)
         for operand in target.signature.operands

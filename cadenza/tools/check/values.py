@@ -18,7 +18,7 @@ from cadenza.tools.check.agreement import (
     Results,
     is_rounding,
     labelled,
-    problem_of,
+    lasting_problem,
     relative,
     results,
     slopes_agree,
@@ -53,7 +53,7 @@ class Values:
         self.upstream = upstream_of(self.plain, self.arguments)
         self.exact = results(self.plain, self.arguments, self.upstream)
         self.ours = results(self.program, self.arguments, self.upstream)
-        self.three = self._in_dtype()
+        self.three = self._in_dtype(0)
         self.rounds = _narrowest(target)
         self.allowed = torch.finfo(self.rounds).eps if self.rounds else ROUNDING
 
@@ -66,9 +66,10 @@ class Values:
         yield self._ragged_rows()
         yield self._odd_widths()
 
-    def _in_dtype(self) -> tuple[Results, Results, Results]:
+    def _in_dtype(self, seed: int) -> tuple[Results, Results, Results]:
         """By the program and by torch's operations in the dtype, and on the same in float64."""
-        low, upstream = cast(self.arguments, self.dtype), cast(self.upstream, self.dtype)
+        arguments = drawn(self.target, ROWS, index_limits(self.graph), seed=seed)
+        low, upstream = cast(arguments, self.dtype), cast(self.upstream, self.dtype)
         wide = cast(low, torch.float64), cast(upstream, torch.float64)
         return (
             results(self.program, low, upstream),
@@ -92,7 +93,9 @@ class Values:
                 apart = relative(self.ours.outputs[label], exact)
                 return Finding(check, False, f"output {label} is {apart:.1e} off plain's", OURS)
         outputs = [found.outputs for found in self.three]
-        problem = problem_of(*outputs)
+        problem = lasting_problem(
+            lambda seed: [found.outputs for found in self._in_dtype(seed)], outputs
+        )
         if problem:
             text, cure = self._curing(problem)
             return Finding(check, False, f"output {text}", cure)
@@ -141,7 +144,9 @@ class Values:
             if not holds:
                 return Finding(check, False, slope, JUMPS)
         one = [{name: found.gradients[name]} for found in self.three]
-        problem = problem_of(*one)
+        problem = lasting_problem(
+            lambda seed: [{name: f.gradients[name]} for f in self._in_dtype(seed)], one
+        )
         if problem:
             text, cure = self._curing(problem)
             return Finding(check, False, text, cure)

@@ -305,20 +305,21 @@ def finish_row_max(pointer, rows, row_ok, ROWS, tiles, SIZE: tl.constexpr):
 @triton.jit
 def merge_row_sum(pointer, rows, row_ok, ROWS, tiles, BM: tl.constexpr):
     """The sum of all partials of each row."""
-    total = tl.zeros((BM,), tl.float32)
+    # Reduced after the loop: Triton fails on a sum in a loop that is used twice after it.
+    total = tl.zeros((BM, 16), tl.float32)
     for first in range(0, tiles, 16):
-        total += tl.sum(_partials(pointer, first, rows, row_ok, ROWS, tiles, 16, 0.0), 1)
-    return total
+        total += _partials(pointer, first, rows, row_ok, ROWS, tiles, 16, 0.0)
+    return tl.sum(total, 1)
 
 
 @triton.jit
 def merge_row_max(pointer, rows, row_ok, ROWS, tiles, BM: tl.constexpr):
     """The largest of all partials of each row."""
-    top = tl.full((BM,), float("-inf"), tl.float32)
+    top = tl.full((BM, 16), float("-inf"), tl.float32)
     for first in range(0, tiles, 16):
         block = _partials(pointer, first, rows, row_ok, ROWS, tiles, 16, float("-inf"))
-        top = maximum(top, largest(block, 1))
-    return top
+        top = maximum(top, block)
+    return largest(top, 1)
 
 
 @triton.jit

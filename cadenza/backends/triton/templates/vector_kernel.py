@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def kernel(
+def cadenza_vector_product(
     vector, matrix, out, N, K, stride,
     ALONG: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
