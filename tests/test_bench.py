@@ -165,9 +165,14 @@ def test_results_are_shown_without_measuring(tmp_path, capsys):
 
 
 def test_a_burst_is_on_record_beside_the_sustained(tmp_path):
-    for more in ((), ("--burst",)):
+    for more in ((), ("--burst",), ("--alone",)):
         assert bench(tmp_path, "kernels", "--variants=bare", "--only=dx", *more) == 0
-    assert [one["mode"] for one in records(tmp_path, "kernels")] == ["sustained", "burst"]
+    assert [one["mode"] for one in records(tmp_path, "kernels")] == ["sustained", "burst", "alone"]
+
+
+def test_two_ways_at_once_are_one_line(tmp_path, capsys):
+    assert bench(tmp_path, "kernels", "--burst", "--alone") == 2
+    assert "give one of them" in capsys.readouterr().err
 
 
 # --- failures -------------------------------------------------------------------------------------

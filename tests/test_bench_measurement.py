@@ -89,11 +89,23 @@ def test_bursts_are_single_calls_after_a_pause(monkeypatch):
     monkeypatch.setattr(measurement.time, "sleep", pauses.append)
     monkeypatch.setattr(measurement, "MOST_ROUNDS", 5)
     watch, variants = score(a=1e-3, b=2e-3)
-    samples = measure(variants, Effort(1e-9, burst=True), watch)
+    samples = measure(variants, Effort(1e-9, "burst"), watch)
     assert samples == {"a": [1e-3] * 5, "b": [2e-3] * 5}
     assert set(pauses) == {0.01}
     assert len(pauses) == 2 * (1 + 5)
     assert [len([o for o in one if o[0] == "call"]) for one in rounds_of(watch.log)[-2:]] == [1, 1]
+
+
+def test_alone_each_settles_before_it_is_measured(monkeypatch):
+    monkeypatch.setattr(measurement, "MOST_ROUNDS", 5)
+    watch, variants = score(fast=1e-3, slow=0.05, long=1.0)
+    samples = measure(variants, Effort(1e-9, "alone"), watch)
+    assert samples == {"fast": [1e-3] * 5, "slow": [0.05] * 5, "long": [1.0] * 5}
+    blocks = rounds_of(watch.log)[-3:]
+    assert all(one[0][0] == "lead" for one in blocks)
+    calls = {one[-1][1]: sum(o[0] == "call" for o in one) for one in blocks}
+    # 250 calls and then 150 measured, 5 and 3, or one of each.
+    assert calls == {"fast": 400, "slow": 8, "long": 2}
 
 
 def test_the_wait_is_as_long_as_the_host_falls_behind():

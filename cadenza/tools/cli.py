@@ -175,6 +175,7 @@ def check(
 def bench(
     suite: str | None = typer.Argument(None, help="kernels, layer, loss, accuracy, …"),
     burst: bool = typer.Option(False, "--burst", help="single launches, each after a pause"),
+    alone: bool = typer.Option(False, "--alone", help="each at a clock of its own"),
     show: bool = typer.Option(False, "--show", help="print results in --out, measure nothing"),
     json: bool = typer.Option(False, "--json", help="print data for programs"),
     **given: Any,
@@ -183,7 +184,10 @@ def bench(
     from cadenza.tools.bench.run import run_bench
 
     options = Options(**{name: value for name, value in given.items() if value is not None})
-    return run_bench(suite, options, burst=burst, shown=show, as_json=json)
+    if burst and alone:
+        raise Fault("--burst and --alone are two ways to measure: give one of them")
+    mode = "burst" if burst else "alone" if alone else "sustained"
+    return run_bench(suite, options, mode=mode, shown=show, as_json=json)
 
 
 @app.command()

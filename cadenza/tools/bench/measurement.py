@@ -2,7 +2,8 @@
 
 Sustained: launches back to back, which is how training runs. On a GPU a whole round is enqueued
 behind a wait on the device, so that the host is ahead, and there is one synchronisation a round.
-Burst: one launch after a pause. Samples are seconds a call, one a round for each variant.
+Alone: the same, but each variant runs until the clock that its own power leaves has settled. Burst:
+one launch after a pause. Samples are seconds a call, one a round for each variant.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ LONG = 20e-3  # a call as long as this needs none before it that isn't measured
 LEAST_ROUNDS, MOST_ROUNDS = 5, 100
 WARMING = 0.15  # of the time to measure, before it
 PAUSE = 10e-3
+SETTLES, BLOCK = 0.25, 0.15  # seconds that a variant runs alone, unmeasured and then measured
 CYCLES = 2e9  # a second, at most, of a GPU's clock
 LEAD = 300e-6  # how far the host is ahead at least
 
 
 class Effort(NamedTuple):
-    """How long to measure a variant, in seconds, and whether single launches after a pause."""
+    """How long to measure a variant, in seconds, and in which of `MODES`."""
 
     seconds: float = 1.0
-    burst: bool = False
+    mode: str = "sustained"
 
 
 class Entry:
@@ -133,7 +135,7 @@ def measure(
     entries = {name: Entry(calls) for name, calls in variants.items()}
     for entry in entries.values():
         gauge(entry, watch)
-    one = burst_round if effort.burst else sustained_round
+    one = MODES[effort.mode]
     budget = effort.seconds * len(entries)
     samples: dict[str, list[float]] = {name: [] for name in entries}
     with without_collection():
@@ -193,6 +195,20 @@ def sustained_round(entries: Mapping[str, Entry], watch: Stopwatch) -> dict[str,
     return {name: reading() for name, reading in readings.items()}
 
 
+def alone_round(entries: Mapping[str, Entry], watch: Stopwatch) -> dict[str, float]:
+    """A sample of each, after it alone has run for a while."""
+    readings = {}
+    for name in shuffled(entries):
+        entry = entries[name]
+        settles, calls = (max(1, round(t / max(entry.device, 1e-9))) for t in (SETTLES, BLOCK))
+        watch.lead(1.5 * (settles + calls) * max(0.0, entry.host - entry.device) + LEAD)
+        for _ in range(settles):
+            entry.call()
+        readings[name] = watch.sample(entry, calls)
+        watch.finish()
+    return {name: reading() for name, reading in readings.items()}
+
+
 def burst_round(entries: Mapping[str, Entry], watch: Stopwatch) -> dict[str, float]:
     """One call of each, on a device that has rested."""
     found = {}
@@ -204,6 +220,9 @@ def burst_round(entries: Mapping[str, Entry], watch: Stopwatch) -> dict[str, flo
         watch.finish()
         found[name] = reading()
     return found
+
+
+MODES = {"sustained": sustained_round, "alone": alone_round, "burst": burst_round}
 
 
 def shuffled(names: Mapping[str, Any]) -> list[str]:

@@ -24,9 +24,7 @@ from cadenza.tools.bench.tables import show
 from cadenza.tools.fault import Fault
 
 
-def run_bench(
-    name: str | None, options: Options, *, burst: bool, shown: bool, as_json: bool
-) -> int:
+def run_bench(name: str | None, options: Options, *, mode: str, shown: bool, as_json: bool) -> int:
     """Measure a suite, or only show or merge results; 1 if no variant of any case has a figure.
 
     Raises Fault for a suite, pattern, size, variant, dtype, device or shard that there is not.
@@ -39,7 +37,7 @@ def run_bench(
         return _show(folder, names, as_json)
     suite = find_suite(name)
     cases, variants = chosen_cases(suite, options), chosen_variants(suite, options)
-    device, effort = _device(options.device), Effort(_seconds(options.seconds), burst)
+    device, effort = _device(options.device), Effort(_seconds(options.seconds), mode)
     suite.check(cases, options.text)
     prepare_folder(folder)
     results.load(folder, suite.name)
@@ -58,8 +56,7 @@ class _Run:
         self.suite, self.folder = suite, folder
         self.name, facts = new_run(bench.device, shard)
         self.runs = {self.name: facts}
-        spaced = "burst" if bench.effort.burst else "sustained"
-        self.mode = spaced if suite.timed else ""
+        self.mode = bench.effort.mode if suite.timed else ""
         self.console = Console(stderr=True, highlight=False)
         self.bench = bench._replace(say=self._say)
 

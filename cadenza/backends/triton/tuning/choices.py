@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Lock, Thread
 from time import monotonic
 from typing import Any
@@ -38,10 +39,13 @@ log = logging.getLogger("cadenza")
 MODES = ("off", "first", "full")
 MOST = 16  # kernels that are compiled at a time
 SPILL = 128  # bytes a thread; candidates that spill more are out
-OF_KERNEL = {"first": 0.6, "full": 2.0}  # seconds of measuring
+OF_KERNEL = {"first": 0.4, "full": 2.0}  # seconds of measuring, in turns
+BY_ITSELF = {"first": 0.2, "full": 0.4}  # seconds of each of the fastest: clocks settle in 0.15
+NEAR = 1.15  # times the fastest one's time in turns: what takes more has lost
 COMPILING = {"first": 45.0, "full": 300.0}  # seconds of compilation for a plan
 LAUNCHING = 30.0  # seconds beyond measuring after which a kernel counts as hanging
 # Of so many kernels so many are done; the title of the last, and its entry if it has one.
+Times = list[float | str]  # µs of each candidate, or why there are none
 Tell = Callable[[int, int, str, Mapping[str, Any]], None]
 _decided: dict[str, Choice] = {}
 _telling: list[Tell] = []
@@ -118,8 +122,8 @@ def _measure_missing(plan: Plan, text: PairText | None, setting: Setting, how: s
         log.info("%s: measuring %d kernels (CADENZA_TUNE=off leaves it out)", plan.graph.name,
                  len(missing))  # fmt: skip
         found = {}
-        for number, (contest, times) in enumerate(measured(missing, setting, how), 1):
-            entry = _entry(contest, times, how)
+        for number, (contest, times, alone) in enumerate(measured(missing, setting, how), 1):
+            entry = _entry(contest, times, alone, how)
             if entry is not None:
                 found[contest.key] = entry
                 _decided[contest.key] = records.choice_of(entry) or contest.choices[0]
@@ -133,7 +137,7 @@ def _measure_missing(plan: Plan, text: PairText | None, setting: Setting, how: s
 
 def _compile_ahead(program: Program, setting: Setting) -> None:
     """Compiles what a program launches in parallel, so that its first call finds it done."""
-    sketch = sketch_of(setting)
+    sketch = sketch_of(setting._replace(rows=setting.own))
     for step in program.steps:
         sketch.run(step)
     calls = [c for c in sketch.calls if isinstance(c, KernelCall) and c.text]
@@ -143,13 +147,40 @@ def _compile_ahead(program: Program, setting: Setting) -> None:
 
 def measured(
     contests: Sequence[Contest], setting: Setting, how: str
-) -> Iterator[tuple[Contest, list[float | str]]]:
-    """Each contest with the µs of each candidate, or why there are none, as they come."""
+) -> Iterator[tuple[Contest, Times, Times]]:
+    """Each contest with the µs of each candidate, or why there are none, as they come.
+
+    First in turns; then of the finalists, each by itself, if there are several.
+    """
     calls = [each for contest in contests for each in contest.calls]
     reports = _compiled(calls, setting.target, COMPILING[how])
     for contest in contests:
         faults = [_fault(reports, call, setting.target) for call in contest.calls]
-        yield contest, _times(contest, faults, setting, OF_KERNEL[how])
+        times = _times(contest, faults, setting, OF_KERNEL[how])
+        finalists = _finalists(contest.choices, times)
+        alone: Times = [text if isinstance(text, str) else "lost in turns" for text in times]
+        if len(finalists) > 1:
+            calls = [contest.calls[n] for n in finalists]
+            final = replace(contest, choices=[contest.choices[n] for n in finalists], calls=calls)
+            seconds = BY_ITSELF[how] * len(finalists)
+            answers = _times(final, [""] * len(finalists), setting, seconds, alone=True)
+            for number, answer in zip(finalists, answers, strict=True):
+                alone[number] = answer
+        yield contest, times, alone
+
+
+def _finalists(choices: Sequence[Choice], times: Times) -> list[int]:
+    """The fastest of each kind of candidate, by template and tile, of those that are near."""
+    timed = {n: t for n, t in enumerate(times) if not isinstance(t, str)}
+    found: dict[Any, int] = {}
+    for number in sorted(timed, key=timed.__getitem__):
+        choice = choices[number]
+        kind: tuple[Any, ...] = ()
+        if isinstance(choice, Configuration):
+            kind = (choice.library, choice.pingpong, choice.BM, choice.BN)
+        if timed[number] <= NEAR * min(timed.values()):
+            found.setdefault(kind, number)
+    return sorted(found.values())
 
 
 def _tell(number: int, total: int, contest: Contest, entry: Mapping[str, Any]) -> None:
@@ -197,17 +228,18 @@ def _fault(reports: Mapping[str, Any], calls: Sequence[Call], target: Target) ->
 
 
 def _times(
-    contest: Contest, faults: Sequence[str], setting: Setting, seconds: float
-) -> list[float | str]:
+    contest: Contest, faults: Sequence[str], setting: Setting, seconds: float, alone: bool = False
+) -> Times:
     """The µs of each candidate, or why there are none."""
-    found: list[float | str] = [fault or "not timed" for fault in faults]
+    found: Times = [fault or "not timed" for fault in faults]
     while True:
         entrants = [n for n, text in enumerate(found) if text == "not timed"]
         if not entrants:
             return found
         index = setting.device.index or 0
         try:
-            answers = _launched(Measure(index, [contest.calls[n] for n in entrants], seconds))
+            calls = [contest.calls[n] for n in entrants]
+            answers = _launched(Measure(index, calls, seconds, alone))
         except Hangs as error:
             said = error.said if isinstance(error.said, int) else len(entrants)
             if said >= len(entrants):  # it is not known which
@@ -219,10 +251,10 @@ def _times(
         return found
 
 
-def _launched(task: Measure) -> list[float | str]:
+def _launched(task: Measure) -> Times:
     """The µs of each candidate, or why there are none. Raises Hangs."""
     heard = [monotonic()]
-    answers: list[float | str] = WORKERS.ask(
+    answers: Times = WORKERS.ask(
         task, task.seconds + LAUNCHING, MEASURE, lambda said: heard.append(monotonic())
     )
     taken = monotonic() - heard[0], heard[-1] - heard[0]
@@ -230,15 +262,18 @@ def _launched(task: Measure) -> list[float | str]:
     return answers
 
 
-def _entry(contest: Contest, times: Sequence[float | str], how: str) -> dict[str, Any] | None:
+def _entry(contest: Contest, times: Times, alone: Times, how: str) -> dict[str, Any] | None:
     """What is kept of a contest; None if nobody finished."""
-    finished = [n for n, t in enumerate(times) if not isinstance(t, str)]
+    deciding = times if all(isinstance(t, str) for t in alone) else alone
+    finished = [n for n, t in enumerate(deciding) if not isinstance(t, str)]
     named = {_named(c): t for c, t in zip(contest.choices, times, strict=True)}
     if not finished:
         log.warning("%s: none of its candidates runs: %s", contest.title, named)
         return None
-    best = min(finished, key=lambda n: float(times[n]))
+    best = min(finished, key=lambda n: float(deciding[n]))
     entry = records.entry_of(contest.choices[best], named, contest.title)
+    if deciding is alone:
+        entry["alone"] = {_named(contest.choices[n]): alone[n] for n in finished}
     return entry | {"full": how == "full"}
 
 

@@ -33,23 +33,28 @@ from cadenza.core.plan import Kernel, Plan
 from cadenza.core.plan_text import PairText
 
 Tensor = torch.Tensor
+METHOD = "in turns, then by itself"  # how candidates are compared: part of a key
 WORTH = 2**33  # floating-point operations from which on a product's kernel is measured
 WORTH_BYTES = 2**26  # of a kernel without a product
 
 
 class Setting(NamedTuple):
-    """Where a plan runs, and on what: the device, the number of rows, its inputs' layouts."""
+    """Where a plan runs, and on what: the device, the number of rows, its inputs' layouts.
+
+    Kernels compete at the number of `rows` that stands for many; this call has `own`.
+    """
 
     target: Target
     device: torch.device
     rows: int
+    own: int
     inputs: Mapping[Node, Tensor]
 
     @staticmethod
     def of(plan: Plan, target: Target, tensors: Sequence[Tensor], rows: int) -> Setting:
         """That of a call."""
         inputs = dict(zip(plan.graph.inputs, tensors, strict=True))
-        return Setting(target, tensors[0].device, rounded(rows), inputs)
+        return Setting(target, tensors[0].device, rounded(rows), rows, inputs)
 
     @property
     def programs(self) -> int:
@@ -104,7 +109,7 @@ def _worth(kernel: Kernel, setting: Setting) -> bool:
 
 def _key(kernel: Kernel, steps: Sequence[Step], setting: Setting) -> str:
     name = torch.cuda.get_device_name(setting.device)
-    parts: list[Any] = [version(), torch.__version__, _templates(), LISTS]
+    parts: list[Any] = [version(), torch.__version__, _templates(), LISTS, METHOD]
     parts += [setting.target, name, setting.programs, setting.rows]
     for step in steps:
         assert isinstance(step, Launch), step

@@ -23,7 +23,7 @@ from cadenza.backends.triton.fallbacks import library_product
 from cadenza.backends.triton.launch import Descriptor, Launcher
 from cadenza.backends.triton.target import Target
 from cadenza.backends.triton.tuning.recipes import NOWHERE, Call, KernelCall, Room, views
-from cadenza.backends.triton.tuning.timing import timed
+from cadenza.backends.triton.tuning.timing import timed, timed_alone
 
 COMPILE, MEASURE = "compile", "measure"  # what processes are for; only one touches the GPU
 
@@ -131,9 +131,10 @@ class Measure(NamedTuple):
     device: int
     candidates: Sequence[Sequence[Call]]
     seconds: float
+    alone: bool = False
 
     def run(self, say: Callable[[Any], None]) -> list[float | str]:
-        """Launches all of them in shuffled order, again and again, while time lasts."""
+        """Launches all of them in shuffled order, again and again, or each by itself."""
         device = torch.device("cuda", self.device)
         with torch.cuda.device(device), torch.no_grad():
             room = Room(device)
@@ -148,7 +149,8 @@ class Measure(NamedTuple):
                 except Exception as error:  # noqa: BLE001  # out of memory, or what a driver says
                     found.append(f"{type(error).__name__}: {error}".splitlines()[0])
             say(len(self.candidates))
-            for number, microseconds in timed(runs, self.seconds).items():
+            take = timed_alone if self.alone else timed
+            for number, microseconds in take(runs, self.seconds).items():
                 found[number] = microseconds
         del room, runs
         torch.cuda.empty_cache()

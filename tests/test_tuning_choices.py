@@ -1,0 +1,195 @@
+"""The choice among candidates: by times in turns, and of those that are near by themselves.
+
+Workers are pretended where they would launch.
+"""
+
+import json
+import logging
+
+import pytest
+from tuning_place import HOPPER, plans, pretend_a_gpu, settled
+
+from cadenza.backends.triton.compiled import Report
+from cadenza.backends.triton.configuration import Configuration, Strip
+from cadenza.backends.triton.tuning import choices, contests, records
+from cadenza.backends.triton.tuning.recipes import KernelCall, ProductCall
+from cadenza.backends.triton.tuning.worker import Compile, Measure
+from cadenza.backends.triton.tuning.workers import Hangs
+from cadenza.core.errors import BackEndError
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch, tmp_path):
+    """A pretended GPU, an empty cache, nothing decided."""
+    pretend_a_gpu(monkeypatch, tmp_path)
+
+
+class Pretended:
+    """Workers that compile everything and time it by a rule; they may hang at a candidate."""
+
+    def __init__(self, rule, hanging=(), report=None, alone=None):
+        self.rule, self.hanging, self.measured, self.alone = rule, set(hanging), 0, alone
+        self.report = report or Report(200, 0, 1000)
+
+    def prepare(self, kind):
+        """Nothing to start."""
+
+    def ask(self, task, seconds, kind, hear=None):
+        """The answers of a worker that is in good health."""
+        if isinstance(task, Compile):
+            for number in range(len(task.calls)):
+                hear((number, self.report))
+            return None
+        assert isinstance(task, Measure)
+        self.measured += not task.alone
+        for number, calls in enumerate(task.candidates):
+            if isinstance(calls[0], KernelCall) and calls[0].options["num_warps"] in self.hanging:
+                raise Hangs("no answer in time", number)
+        rule = self.alone if task.alone and self.alone else self.rule
+        return [rule(calls) for calls in task.candidates]
+
+
+def chosen(monkeypatch, workers, name="llama-mlp"):
+    """What each kernel of a forward plan is made by."""
+    monkeypatch.setattr(choices, "WORKERS", workers)
+    plan, text = plans(name)[0]
+    choose = choices.choices(plan, text, settled(plan))
+    return [choose(kernel) for kernel in plan.kernels] if choose else None
+
+
+def stages(calls):
+    """Fewer stages, less time; the library is slow."""
+    if isinstance(calls[0], ProductCall):
+        return 100.0
+    return float(calls[0].options.get("num_stages", 50))
+
+
+def library(calls):
+    """The library is fast."""
+    return 1.0 if isinstance(calls[0], ProductCall) else 2.0
+
+
+def test_the_fastest_is_chosen_and_kept(monkeypatch):
+    workers = Pretended(stages)
+    found = chosen(monkeypatch, workers)
+    assert {(c.stages, c.library) for c in found} == {(3, False)}
+    assert workers.measured == 2
+    assert len(records.read()) == 2
+    assert chosen(monkeypatch, workers) == found
+    monkeypatch.setattr(choices, "_decided", {})  # as in another process
+    assert chosen(monkeypatch, workers) == found
+    assert workers.measured == 2
+
+
+def test_the_library_may_win(monkeypatch):
+    assert all(choice.library for choice in chosen(monkeypatch, Pretended(library)))
+
+
+def thrifty(calls):
+    """By itself the library is fastest, then plain tiles."""
+    if isinstance(calls[0], ProductCall):
+        return 5.0
+    return 6.0 if calls[0].options["num_warps"] == 8 else 7.0
+
+
+def near(calls):
+    """In turns pingpong is fastest, and the library too slow to go on."""
+    if isinstance(calls[0], ProductCall):
+        return 9.0
+    return 7.0 if calls[0].options["num_warps"] == 8 else 6.5
+
+
+def test_of_those_that_are_near_the_fastest_by_itself_is_chosen(monkeypatch):
+    found = chosen(monkeypatch, Pretended(near, alone=thrifty))
+    assert {(c.pingpong, c.library) for c in found} == {(False, False)}
+    for entry in records.read().values():
+        assert len(entry["alone"]) < len(entry["microseconds"])
+        assert set(entry["alone"].values()) == {6.0, 7.0}
+        assert "library" not in entry["alone"]
+
+
+def test_one_of_a_kind_goes_on(monkeypatch):
+    """Candidates of one template and tile take the same energy: their order in turns holds."""
+    kinds = [
+        Configuration(128, 128, 64),
+        Configuration(128, 128, 64, group=4),
+        Configuration(library=True),
+    ]
+    assert choices._finalists(kinds, [2.0, 1.9, 2.1]) == [1, 2]
+    assert choices._finalists(kinds, [2.0, 1.9, 2.5]) == [1]
+    assert choices._finalists(kinds, ["spilled", "spilled", 2.5]) == [2]
+    assert choices._finalists([Strip(BM=8), Strip(BM=4)], [2.0, 1.9]) == [1]
+
+
+def test_full_measures_again_what_was_measured_in_short(monkeypatch):
+    workers = Pretended(stages)
+    chosen(monkeypatch, workers)
+    monkeypatch.setattr(choices, "_decided", {})
+    monkeypatch.setenv("CADENZA_TUNE", "full")
+    chosen(monkeypatch, workers)
+    assert workers.measured == 4
+    assert all(entry["full"] for entry in records.read().values())
+
+
+def test_what_hangs_is_out(monkeypatch):
+    found = chosen(monkeypatch, Pretended(stages, hanging=[4]))  # pingpong has 4 warps
+    assert all(choice.warps == 8 for choice in found)
+    times = [t for entry in records.read().values() for t in entry["microseconds"].values()]
+    assert "no answer in time" in times
+
+
+@pytest.mark.parametrize("report", [Report(255, 500, 1000), Report(200, 0, 10**6)])
+def test_what_spills_or_does_not_fit_is_out(monkeypatch, caplog, report):
+    with caplog.at_level(logging.WARNING, "cadenza"):
+        found = chosen(monkeypatch, Pretended(stages, report=report))
+    assert not any(isinstance(choice, Configuration) and choice.pingpong for choice in found)
+
+
+def test_nobody_finishes(monkeypatch, caplog):
+    with caplog.at_level(logging.WARNING, "cadenza"):
+        found = chosen(monkeypatch, Pretended(lambda calls: "out of memory"))
+    plan, text = plans("llama-mlp")[0]
+    defaults = [c.choices[0] for c in contests.contests_of(plan, text, settled(plan), False)]
+    assert found == defaults
+    assert "none of its candidates runs" in caplog.text
+    assert records.read() == {}
+
+
+def test_a_failure_of_measuring_costs_no_result(monkeypatch, caplog):
+    def fails(*given):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(choices, "contests_of", fails)
+    with caplog.at_level(logging.ERROR, "cadenza"):
+        found = chosen(monkeypatch, Pretended(stages))
+    assert found == [None, None]
+    assert "planted" in caplog.text
+
+
+def test_off_measures_nothing(monkeypatch):
+    monkeypatch.setenv("CADENZA_TUNE", "off")
+    assert chosen(monkeypatch, Pretended(stages)) is None
+
+
+def test_an_unknown_word(monkeypatch):
+    monkeypatch.setenv("CADENZA_TUNE", "on")
+    with pytest.raises(BackEndError, match="one of off, first, full"):
+        chosen(monkeypatch, Pretended(stages))
+
+
+def test_it_tells_of_each_kernel(monkeypatch):
+    heard = []
+    with choices.telling(lambda *given: heard.append(given)):
+        chosen(monkeypatch, Pretended(stages))
+    assert [given[:2] for given in heard] == [(1, 2), (2, 2)]
+    assert json.dumps(heard[0][3])
+
+
+def test_choices_are_what_a_program_is_made_of(monkeypatch):
+    from cadenza.backends.triton.program import Program
+
+    monkeypatch.setattr(choices, "WORKERS", Pretended(stages))
+    plan, text = plans("llama-mlp")[0]
+    choose = choices.choices(plan, text, settled(plan))
+    steps = Program(plan, choose, text, HOPPER).steps
+    assert [s.configuration for s in steps] == [choose(k) for k in plan.kernels]
