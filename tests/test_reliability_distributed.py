@@ -7,8 +7,8 @@ import os
 import time
 
 import pytest
-import test_tuning
 import torch
+import tuning_place
 import two_processes
 from two_processes import both, in_one_process
 
@@ -48,19 +48,19 @@ def test_30_weights_that_are_taken_away_after_forward_are_right_in_backward(expe
 def slowly(calls):
     """Fewer stages, less time; long enough that two ranks would measure at once."""
     time.sleep(0.02)
-    return test_tuning.stages(calls)
+    return tuning_place.stages(calls)
 
 
 def tuned(rank, folder):
     """A first call's choice of kernels, all ranks at once; leaves how much was measured."""
-    for name, answer in (("properties", test_tuning.Properties), ("name", "a GPU")):
+    for name, answer in (("properties", tuning_place.Properties), ("name", "a GPU")):
         setattr(torch.cuda, f"get_device_{name}", lambda device, answer=answer: answer)
     torch.cuda.get_device_capability = lambda device: (9, 0)
     os.environ |= {"CADENZA_CACHE": str(folder), "CADENZA_TUNE": "first"}
-    choices.WORKERS = test_tuning.Pretended(slowly)
-    plan, text = test_tuning.plans("llama-mlp")[0]
+    choices.WORKERS = tuning_place.Pretended(slowly)
+    plan, text = tuning_place.plans("llama-mlp")[0]
     torch.distributed.barrier()
-    choose = choices.choices(plan, text, test_tuning.settled(plan))
+    choose = choices.choices(plan, text, tuning_place.settled(plan))
     found = [repr(choose(kernel)) for kernel in plan.kernels]
     torch.save((choices.WORKERS.measured, found), folder / f"tuned{rank}")
 

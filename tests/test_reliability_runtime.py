@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import test_tuning
 import torch
+import tuning_place
 from stock_programs import operands
 from test_layers import pair, tables_of
-from test_tuning import place
 from torch import nn
+from tuning_place import place
 
 import cadenza as cz
 from cadenza.backends.triton.executable import Executable
@@ -78,8 +78,8 @@ def forbidden(*given, **named):
 def test_35_nothing_is_measured_or_made_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(choices, "choices", forbidden)
-    plan, text = test_tuning.plans("llama-mlp")[0]
-    executable = Executable(plan, described=lambda: text, target=test_tuning.HOPPER)
+    plan, text = tuning_place.plans("llama-mlp")[0]
+    executable = Executable(plan, described=lambda: text, target=tuning_place.HOPPER)
     with pytest.raises(BackEndError, match="call it once before"):
         executable._choose([torch.empty(1)] * len(plan.graph.inputs), 16384)
     assert not executable.programs
@@ -96,11 +96,11 @@ def test_35_nothing_is_compiled_while_a_graph_is_captured(monkeypatch):
 # --- time of tuning -------------------------------------------------------------------------------
 
 
-class Stuck(test_tuning.Pretended):
+class Stuck(tuning_place.Pretended):
     """Workers whose compiler never answers; they say how long they were waited for."""
 
     def __init__(self):
-        super().__init__(test_tuning.library)
+        super().__init__(tuning_place.library)
         self.waited = []
 
     def ask(self, task, seconds, kind, hear=None):
@@ -115,7 +115,7 @@ class Stuck(test_tuning.Pretended):
 def test_36_a_compiler_that_hangs_costs_bounded_time_and_no_result(monkeypatch):
     """The product without an epilogue is the library's; the other one's kernel is the default."""
     workers = Stuck()
-    found = test_tuning.chosen(monkeypatch, workers)
+    found = tuning_place.chosen(monkeypatch, workers)
     assert [choice.library for choice in found] == [False, True]
     assert max(workers.waited) <= 60.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tuning_place import HOPPER, plans, pretend_a_gpu, settled
+from tuning_place import HOPPER, place, plans, settled
 from tuning_tasks import Answers, Dying, Hanging
 
 from cadenza.backends.triton.compiled import Report
@@ -23,15 +23,10 @@ from cadenza.backends.triton.tuning.worker import COMPILE, Compile
 from cadenza.backends.triton.tuning.workers import Hangs, Worker, Workers
 from cadenza.library.blocks import BUILT_IN
 
+pytestmark = pytest.mark.usefixtures(place.__name__)
 TESTS = Path(__file__).parent
 QUICK = ("llama-mlp", "lm-head")
 SOME_SLOW = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in BUILT_IN]
-
-
-@pytest.fixture(autouse=True)
-def place(monkeypatch, tmp_path):
-    """A pretended GPU, an empty cache, nothing decided."""
-    pretend_a_gpu(monkeypatch, tmp_path)
 
 
 # --- contests -------------------------------------------------------------------------------------

@@ -7,66 +7,24 @@ import json
 import logging
 
 import pytest
-from tuning_place import HOPPER, plans, pretend_a_gpu, settled
+from tuning_place import (
+    HOPPER,
+    Pretended,
+    chosen,
+    library,
+    place,
+    plans,
+    settled,
+    stages,
+)
 
 from cadenza.backends.triton.compiled import Report
 from cadenza.backends.triton.configuration import Configuration, Strip
 from cadenza.backends.triton.tuning import choices, contests, records
-from cadenza.backends.triton.tuning.recipes import KernelCall, ProductCall
-from cadenza.backends.triton.tuning.worker import Compile, Measure
-from cadenza.backends.triton.tuning.workers import Hangs
+from cadenza.backends.triton.tuning.recipes import ProductCall
 from cadenza.core.errors import BackEndError
 
-
-@pytest.fixture(autouse=True)
-def place(monkeypatch, tmp_path):
-    """A pretended GPU, an empty cache, nothing decided."""
-    pretend_a_gpu(monkeypatch, tmp_path)
-
-
-class Pretended:
-    """Workers that compile everything and time it by a rule; they may hang at a candidate."""
-
-    def __init__(self, rule, hanging=(), report=None, alone=None):
-        self.rule, self.hanging, self.measured, self.alone = rule, set(hanging), 0, alone
-        self.report = report or Report(200, 0, 1000)
-
-    def prepare(self, kind):
-        """Nothing to start."""
-
-    def ask(self, task, seconds, kind, hear=None):
-        """The answers of a worker that is in good health."""
-        if isinstance(task, Compile):
-            for number in range(len(task.calls)):
-                hear((number, self.report))
-            return None
-        assert isinstance(task, Measure)
-        self.measured += not task.alone
-        for number, calls in enumerate(task.candidates):
-            if isinstance(calls[0], KernelCall) and calls[0].options["num_warps"] in self.hanging:
-                raise Hangs("no answer in time", number)
-        rule = self.alone if task.alone and self.alone else self.rule
-        return [rule(calls) for calls in task.candidates]
-
-
-def chosen(monkeypatch, workers, name="llama-mlp"):
-    """What each kernel of a forward plan is made by."""
-    monkeypatch.setattr(choices, "WORKERS", workers)
-    plan, text = plans(name)[0]
-    choose = choices.choices(plan, text, settled(plan))
-    return [choose(kernel) for kernel in plan.kernels] if choose else None
-
-
-def stages(calls):
-    """Fewer stages, less time; the library is slow."""
-    if isinstance(calls[0], ProductCall):
-        return 100.0
-    return float(calls[0].options.get("num_stages", 50))
-
-
-def library(calls):
-    """The library is fast."""
-    return 1.0 if isinstance(calls[0], ProductCall) else 2.0
+pytestmark = pytest.mark.usefixtures(place.__name__)
 
 
 def test_the_fastest_is_chosen_and_kept(monkeypatch):
