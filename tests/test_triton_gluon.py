@@ -43,13 +43,14 @@ PLAIN = Configuration(BM=128, BN=128, BK=64, warps=8, stages=3, parts=2)
 # Bytes a thread, spilled once a tile. Most are pointers: a consumer gets them through shared memory
 # and keeps them while it multiplies. gemma2's widest epilogue has 164, no other more than 128.
 SPILLED = 164
+TOGETHER = Configuration(128, 128, 64, warps=4, stages=4, parts=4, pingpong=True, together=True)
 WORKERS = 2
 
 
 # --- launches -------------------------------------------------------------------------------------
 
 
-def launches(plan: Plan) -> Iterator[GluonLaunch | str]:
+def launches(plan: Plan, cut: Configuration | None = None) -> Iterator[GluonLaunch | str]:
     """A plan's products by the pingpong template, or the reason why one is not."""
     program = Program(plan, lambda kernel: PLAIN, target=HOPPER)
     kernels = {kernel.product: kernel for kernel in plan.kernels}
@@ -58,16 +59,18 @@ def launches(plan: Plan) -> Iterator[GluonLaunch | str]:
             kernel = kernels[step.product]
             body = Body(kernel, Arguments({}), Vectors(), layout_of(kernel))
             try:
-                yield GluonLaunch(step, kernel, body)
+                yield GluonLaunch(step, kernel, body, cut=cut)
             except Unsupported as error:
                 yield str(error)
 
 
-def of_block(name: str, dtype: str = "bfloat16") -> list[GluonLaunch | str]:
+def of_block(
+    name: str, dtype: str = "bfloat16", cut: Configuration | None = None
+) -> list[GluonLaunch | str]:
     """The products of both plans of a built-in block at the sizes of an 8 B model."""
     pair = large_call(name, dtype).pair()
     plans = [pair.forward_plan, *([pair.backward_plan] if pair.backward_plan else [])]
-    return [launch for plan in plans for launch in launches(plan)]
+    return [launch for plan in plans for launch in launches(plan, cut)]
 
 
 def of_function(function: Any, dtype: str = "bfloat16", **shapes: tuple[Any, int]) -> GluonLaunch:
@@ -92,8 +95,15 @@ class Compiled(NamedTuple):
     words: str = ""
 
 
-def compiled(tasks: Sequence[tuple[str, str, int]], cache: Path) -> list[Compiled]:
-    """Kernels (block, dtype, number; all with -1) compiled in processes of their own."""
+Task = tuple[str, str, int, int]
+
+
+def compiled(tasks: Sequence[Task], cache: Path) -> list[Compiled]:
+    """Kernels compiled in processes of their own.
+
+    Of a block, in a dtype, by number (all with -1), with so many rows of tiles taken together (by
+    default with 0).
+    """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = str(Path(__file__).resolve().parent.parent)
     environment |= {
@@ -113,17 +123,18 @@ def compiled(tasks: Sequence[tuple[str, str, int]], cache: Path) -> list[Compile
     return [Compiled(*json.loads(line)) for line in lines if line.startswith("[")]
 
 
-def work(worker: int, tasks: Sequence[tuple[str, str, int]]) -> None:
+def work(worker: int, tasks: Sequence[Task]) -> None:
     """Compiles what is this worker's, each text once."""
     seen = set()
     workers, count = min(WORKERS, len(tasks)), 0
-    for name, dtype, number in tasks:
-        found = [launch for launch in of_block(name, dtype) if isinstance(launch, GluonLaunch)]
+    for name, dtype, number, rows in tasks:
+        cut = replace(TOGETHER, BM=rows, stages=4 if rows == 128 else 3) if rows else None
+        found = [f for f in of_block(name, dtype, cut) if isinstance(f, GluonLaunch)]
         for position, launch in enumerate(found):
             text = launch.source.text
-            if text in seen or number not in (-1, position):
+            if (text, rows) in seen or number not in (-1, position):
                 continue
-            seen.add(text)
+            seen.add((text, rows))
             count += 1
             if count % workers == worker:
                 print(json.dumps(one(f"{name} product {position} ({dtype})", launch)), flush=True)
@@ -147,7 +158,7 @@ def assert_fits(found: Sequence[Compiled]) -> None:
 # --- compiling ------------------------------------------------------------------------------------
 
 # A·Bᵀ with two runs of columns, A·B, and Aᵀ·B with a K that is an argument.
-REPRESENTATIVE = [("llama-mlp", "bfloat16", number) for number in (0, 3, 4)]
+REPRESENTATIVE = [("llama-mlp", "bfloat16", number, 0) for number in (0, 3, 4)]
 
 
 @pytest.mark.slow
@@ -159,13 +170,19 @@ def test_a_kernel_of_every_layout_compiles_for_hopper(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_kernel_of_every_block_compiles_for_hopper(tmp_path: Path) -> None:
-    tasks = [(name, "bfloat16", -1) for name in BUILT_IN]
-    assert_fits(compiled([*tasks, ("llama", "float16", -1)], tmp_path))
+    tasks = [(name, "bfloat16", -1, 0) for name in BUILT_IN]
+    assert_fits(compiled([*tasks, ("llama", "float16", -1, 0)], tmp_path))
+
+
+@pytest.mark.slow
+def test_tiles_that_are_taken_together_compile_for_hopper(tmp_path: Path) -> None:
+    tasks = [("llama", "bfloat16", -1, 128), ("lm-head", "bfloat16", -1, 128)]
+    assert_fits(compiled([*tasks, ("llama-mlp", "bfloat16", 0, 192)], tmp_path))
 
 
 def test_layouts_of_representatives() -> None:
     found = of_block("llama-mlp")
-    turned = [found[number].turned for _, _, number in REPRESENTATIVE]
+    turned = [found[number].turned for _, _, number, _ in REPRESENTATIVE]
     assert turned == [[False, True], [False, False], [True, False]]
     assert found[4].depth is None
 
@@ -237,11 +254,11 @@ def test_operands_that_are_not_of_16_bits_are_refused(dtype: torch.dtype) -> Non
         again(launch)
 
 
-def again(launch: GluonLaunch) -> GluonLaunch:
+def again(launch: GluonLaunch, cut: Configuration | None = None) -> GluonLaunch:
     """The same launch, made once more."""
     (kernel,) = (k for k in launch.plan.plan.kernels if k.product is launch.product)
     return GluonLaunch(
-        launch.otherwise, kernel, Body(kernel, Arguments({}), Vectors(), layout_of(kernel))
+        launch.otherwise, kernel, Body(kernel, Arguments({}), Vectors(), layout_of(kernel)), cut=cut
     )
 
 
@@ -281,9 +298,12 @@ class Kept(Memory):
         self.made = [launcher, grid, given]
 
 
-def launched(x: torch.Tensor, w: torch.Tensor) -> tuple[GluonLaunch, Kept]:
+def launched(
+    x: torch.Tensor, w: torch.Tensor, cut: Configuration | None = None
+) -> tuple[GluonLaunch, Kept]:
     """A launch of SwiGLU with these operands."""
-    launch = of_function(swiglu, x=("M", 64), w=(160, 64))
+    launch = of_function(swiglu, x=("M", 64), w=(w.shape[0], 64))
+    launch = again(launch, cut) if cut else launch
     memory = Kept(x.shape[0], x.device)
     memory.values |= dict(zip(launch.operands, (x, w), strict=True))
     launch.run(memory)
@@ -310,6 +330,20 @@ def test_operands_that_cannot_be_described_take_the_plain_kernel(fault: str) -> 
     x = wide[:, :64] if fault == "stride" else wide[:, 1:65]
     launch, memory = launched(x, half(160, 64))
     assert memory.made[0].function is launch.otherwise.function
+
+
+def test_tiles_are_taken_together_two_at_a_time() -> None:
+    _, memory = launched(half(200, 64), half(256, 64), TOGETHER)
+    launcher, grid, _ = memory.made
+    assert launcher.constants["WIDE"] == 2
+    assert grid == (2, 1)  # two tiles of rows, each with one turn of two tiles of columns
+    _, memory = launched(half(200, 64), half(256, 64))
+    assert memory.made[0].constants["WIDE"] == 1
+
+
+def test_an_odd_number_of_tiles_is_not_taken_two_at_a_time() -> None:
+    with pytest.raises(Unsupported, match="3 tiles of columns, two at a time"):
+        launched(half(200, 64), half(384, 64), TOGETHER)
 
 
 def test_turned_operands_keep_their_memory() -> None:

@@ -42,6 +42,8 @@ USUAL = [
     Configuration(BM=128, BN=256, BK=64, warps=8, stages=4, parts=8, group=4),
     Configuration(BM=128, BN=128, BK=64, stages=6, parts=4, pingpong=True),
     Configuration(BM=192, BN=128, BK=64, stages=5, parts=4, pingpong=True),
+    Configuration(BM=128, BN=128, BK=64, stages=4, parts=4, pingpong=True, together=True),
+    Configuration(BM=192, BN=128, BK=64, stages=3, parts=4, pingpong=True, together=True),
 ]
 SLICES = len(USUAL)
 

@@ -24,8 +24,10 @@ class Configuration:
     `group` is how many row tiles are taken together; `descriptors` whether operands are brought
     in by tensor descriptors where the device and the operands allow it, `boxes` which of an
     epilogue's matrices ("load", "store") are moved so too. `pingpong` is Hopper's template, whose
-    epilogues run under the next tile's product; what it can't take goes to the usual one.
-    `library` is torch's product instead, with a pointwise kernel behind it.
+    epilogues run under the next tile's product; what it can't take goes to the usual one. With
+    `together` its consumers take neighbouring tiles of the same rows at a time, which come from
+    memory once: fewer bytes for each product, and no product under an epilogue. `library` is
+    torch's product instead, with a pointwise kernel behind it.
     """
 
     BM: int = 128
@@ -38,6 +40,7 @@ class Configuration:
     descriptors: bool = True
     boxes: tuple[str, ...] = ()
     pingpong: bool = False
+    together: bool = False
     library: bool = False
 
     def fitted(self, lanes: int, unit: int) -> Configuration | None:

@@ -75,7 +75,7 @@ def swizzled() -> Any:
 
 
 class GluonLaunch(ProductLaunch):
-    """A product with its epilogue, pingpong; `otherwise` runs where operands can't be described."""
+    """A product with its epilogue on Hopper; `otherwise` runs where operands can't be described."""
 
     def __init__(
         self, otherwise: ProductLaunch, kernel: Kernel, body: Body,
@@ -86,6 +86,8 @@ class GluonLaunch(ProductLaunch):
         super().__init__(otherwise.source, otherwise.plan, kernel, cut, False)
         _check(self.plan, self.operands, otherwise)
         self.otherwise = otherwise
+        if cut.together and self.column_tiles % 2:
+            raise Unsupported(f"{self.column_tiles} tiles of columns, two at a time")
         source = self.source = gluon_product_source(body, *text, cut, self.depth)
         self.configuration = cut_of(source.layout, source.unit, cut)
 
@@ -109,8 +111,14 @@ class GluonLaunch(ProductLaunch):
         ]  # fmt: skip
         if self.depth is None:
             given.append(a.shape[0] if ta else a.shape[1])
-        programs = min(-(-rows // cut.BM) * self.column_tiles, self.plan.programs(memory.device))
+        turns = -(-rows // cut.BM) * self.column_tiles // self.wide
+        programs = min(turns, self.plan.programs(memory.device))
         memory.launch(self.launcher(TA=ta, TB=tb), (programs, 1), given)
+
+    @property
+    def wide(self) -> int:
+        """How many tiles are taken at a time, side by side."""
+        return 2 if self.configuration.together else 1
 
     def reaches(self, memory: Memory) -> bool:
         """Whether offsets within a block of what is loaded fit 32 bits."""
@@ -135,7 +143,7 @@ class GluonLaunch(ProductLaunch):
         cut, (ta, tb) = self.configuration, self.turned
         return {
             "BM": cut.BM, "BK": cut.BK, "STAGES": cut.stages, "GROUP": cut.group,
-            "TA": ta, "TB": tb,
+            "TA": ta, "TB": tb, "WIDE": self.wide,
         }  # fmt: skip
 
     def resources(self) -> dict[str, Any]:

@@ -60,17 +60,23 @@ def epilogue(acc, i, j, pointers, ROWS):
 def consume(
     memory, pointers, ROWS, N: gl.constexpr, K, ME: gl.constexpr, BM: gl.constexpr,
     BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TA: gl.constexpr, TB: gl.constexpr,
+    WIDE: gl.constexpr,
 ):
     BLOCKS: gl.constexpr = BM // {block}
     row_tiles = gl.cdiv(ROWS, BM)
-    column_tiles: gl.constexpr = (N + {columns} - 1) // {columns}
+    column_tiles: gl.constexpr = (N + {columns} - 1) // {columns} // WIDE
     steps = gl.cdiv(K, BK)
-    done = ME * steps
+    turns: gl.constexpr = 2 // WIDE
+    done = (turns - 1) * ME * steps
     phase = 1 - ME
     programs = gl.num_programs(0)
-    for t in range(gl.program_id(0) + ME * programs, row_tiles * column_tiles, 2 * programs):
+    first = gl.program_id(0) + (turns - 1) * ME * programs
+    for t in range(first, row_tiles * column_tiles, turns * programs):
         i, j = device.tile_at(t, row_tiles, column_tiles, GROUP)
-        acc0, acc1, acc2 = device.products(memory, done, steps, phase, ME, BLOCKS, STAGES, TA, TB)
+        acc0, acc1, acc2 = device.products(
+            memory, done, steps, phase, ME, BLOCKS, STAGES, TA, TB, WIDE
+        )
+        j = j * WIDE + (WIDE - 1) * ME
         block = i * BLOCKS
         epilogue(acc0, block, j, pointers, ROWS)
         if BLOCKS > 1:
@@ -79,7 +85,7 @@ def consume(
         if BLOCKS > 2:
             if (block + 2) * {block} < ROWS:
                 epilogue(acc2, block + 2, j, pointers, ROWS)
-        done += 2 * steps
+        done += turns * steps
         phase = phase ^ 1
 
 
@@ -87,16 +93,16 @@ def consume(
 def {kernel}(
     a, b, {names},
     ROWS, {depth}BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    TA: gl.constexpr, TB: gl.constexpr,
+    TA: gl.constexpr, TB: gl.constexpr, WIDE: gl.constexpr,
 ):
     N: gl.constexpr = {product}
-{known_depth}    memory = device.ring(a, b, BM, BK, STAGES, TA, TB)
+{known_depth}    memory = device.ring(a, b, BM, BK, STAGES, TA, TB, WIDE)
     pointers = ({names},)
     gl.warp_specialize([
-        (consume, (memory, pointers, ROWS, N, K, 0, BM, BK, STAGES, GROUP, TA, TB)),
-        (consume, (memory, pointers, ROWS, N, K, 1, BM, BK, STAGES, GROUP, TA, TB)),
+        (consume, (memory, pointers, ROWS, N, K, 0, BM, BK, STAGES, GROUP, TA, TB, WIDE)),
+        (consume, (memory, pointers, ROWS, N, K, 1, BM, BK, STAGES, GROUP, TA, TB, WIDE)),
         (device.produce, (
-            a, b, memory, ROWS, N, K, BM, BK, STAGES, GROUP, TA, TB, {pairs}, {whole}
+            a, b, memory, ROWS, N, K, BM, BK, STAGES, GROUP, TA, TB, WIDE, {pairs}, {whole}
         )),
     ], [4, 1], [240, 24])
 """

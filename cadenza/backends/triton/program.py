@@ -355,7 +355,7 @@ class Program:
 
 def _plain(cut: Configuration) -> Configuration:
     """A pingpong configuration as the plain template has it, whose tiles are powers of two."""
-    return replace(cut, BM=128, pingpong=False)
+    return replace(cut, BM=128, pingpong=False, together=False)
 
 
 def usable(name: str) -> bool:

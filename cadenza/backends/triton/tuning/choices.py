@@ -177,7 +177,7 @@ def _finalists(choices: Sequence[Choice], times: Times) -> list[int]:
         choice = choices[number]
         kind: tuple[Any, ...] = ()
         if isinstance(choice, Configuration):
-            kind = (choice.library, choice.pingpong, choice.BM, choice.BN)
+            kind = (choice.library, choice.pingpong, choice.together, choice.BM, choice.BN)
         if timed[number] <= NEAR * min(timed.values()):
             found.setdefault(kind, number)
     return sorted(found.values())
