@@ -66,6 +66,13 @@ def test_of_those_that_are_near_the_fastest_by_itself_is_chosen(monkeypatch):
         assert "library" not in entry["alone"]
 
 
+def test_of_those_that_take_the_same_by_themselves_turns_decide(monkeypatch):
+    """A clock is not always what energy leaves: then the fewest cycles win."""
+    found = chosen(monkeypatch, Pretended(near, alone=lambda calls: 6.0 + near(calls) / 1000))
+    assert {(c.pingpong, c.library) for c in found} == {(True, False)}
+    assert all(len(entry["alone"]) > 1 for entry in records.read().values())
+
+
 def test_one_of_a_kind_goes_on(monkeypatch):
     """Candidates of one template and tile take the same energy: their order in turns holds."""
     kinds = [

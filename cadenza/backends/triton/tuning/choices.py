@@ -42,6 +42,7 @@ SPILL = 128  # bytes a thread; candidates that spill more are out
 OF_KERNEL = {"first": 0.4, "full": 2.0}  # seconds of measuring, in turns
 BY_ITSELF = {"first": 0.2, "full": 0.4}  # seconds of each of the fastest: clocks settle in 0.15
 NEAR = 1.15  # times the fastest one's time in turns: what takes more has lost
+SAME = 1.015  # times the fastest one's time by itself: what scatters no more, turns decide
 COMPILING = {"first": 45.0, "full": 300.0}  # seconds of compilation for a plan
 LAUNCHING = 30.0  # seconds beyond measuring after which a kernel counts as hanging
 # Of so many kernels so many are done; the title of the last, and its entry if it has one.
@@ -270,7 +271,8 @@ def _entry(contest: Contest, times: Times, alone: Times, how: str) -> dict[str, 
     if not finished:
         log.warning("%s: none of its candidates runs: %s", contest.title, named)
         return None
-    best = min(finished, key=lambda n: float(deciding[n]))
+    least = min(float(deciding[n]) for n in finished)
+    best = min((n for n in finished if float(deciding[n]) <= SAME * least), key=times.__getitem__)
     entry = records.entry_of(contest.choices[best], named, contest.title)
     if deciding is alone:
         entry["alone"] = {_named(contest.choices[n]): alone[n] for n in finished}
