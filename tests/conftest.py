@@ -55,7 +55,7 @@ COMMON = settings(
 settings.register_profile("cadenza", parent=COMMON, max_examples=500)
 settings.register_profile("cadenza-long", parent=COMMON, max_examples=5000)
 settings.register_profile("cadenza-quick", parent=COMMON, max_examples=100)
-QUICK = "not slow"  # what `make quick` selects
+QUICK = "not slow and not gpu"  # what `make quick` selects
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
