@@ -120,7 +120,8 @@ def test_every_dependency_is_pinned():
 def test_the_number_of_examples_follows_the_command_line(request):
     if request.config.getoption("--hypothesis-profile"):
         pytest.skip("another profile was asked for")
-    quick = re.search(r'^quick:.*\n.* -m "(.*?)"', (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    makefile = (ROOT / "Makefile").read_text()
+    quick = re.search(r'^quick:.*\n.* -m "(.*?)"', makefile, re.MULTILINE)[1]
     usual = 100 if request.config.getoption("markexpr") == quick else 500
     expected = 5000 if request.config.getoption("--long") else usual
     assert settings.default.max_examples == expected
