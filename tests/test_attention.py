@@ -175,6 +175,7 @@ OPTIONS = [{}, {"window": 3}, {"softcap": 2.0}, {"window": 3, "softcap": 2.0}]
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.slow
 def test_compiled_in_one_graph(options, packed):
     given = {"cumulative_lengths": torch.tensor(ENDS)} if packed else {}
 

@@ -264,6 +264,22 @@ def test_an_output_that_backward_needs_must_not_be_written_first():
         y.sum().backward()
 
 
+@pytest.mark.parametrize("lead", [(6,), (2, 3), ()], ids=str)
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_output_may_be_written(lead, grad):
+    @block
+    def product(x, w):
+        return L.linear(x, w)
+
+    x, w = tensor(*lead, K, grad=grad), tensor(N, K, grad=grad)
+    y = product(x, w)
+    expected = 2.0 * y.detach()
+    assert same(y.mul_(2.0).detach(), expected)
+    if grad:
+        y.sum().backward()
+        assert torch.allclose(x.grad, (2.0 * w.detach().sum(0)).expand_as(x))
+
+
 def test_a_tensor_passed_twice_gets_the_sum():
     @block
     def doubled(x, y, w):

@@ -164,6 +164,7 @@ def test_results_are_shown_without_measuring(tmp_path, capsys):
     assert (tmp_path / "kernels.json").read_bytes() == written
 
 
+@pytest.mark.slow
 def test_a_burst_is_on_record_beside_the_sustained(tmp_path):
     for more in ((), ("--burst",), ("--alone",)):
         assert bench(tmp_path, "kernels", "--variants=bare", "--only=dx", *more) == 0

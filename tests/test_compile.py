@@ -101,6 +101,7 @@ def test_a_context_without_gradients_inside_of_the_function():
     assert same(gradients(found, needed), gradients(function(operands), needed))
 
 
+@pytest.mark.slow
 def test_frozen_weights_and_their_thaw():
     function, counter = compiled(CASES["tuple"].call)
     for frozen in ((), ("w_in",), ("x", "w_in", "bias")):

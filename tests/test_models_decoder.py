@@ -41,6 +41,7 @@ def test_logits_loss_and_gradients_equal_the_twin(family, tied):
 
 
 @each_family
+@pytest.mark.slow
 def test_bfloat16_errs_at_most_twice_as_much_as_the_twin(family):
     ours, stock = (model.bfloat16() for model in twins(tiny_config(family)))
     exact = copy.deepcopy(stock).double()

@@ -48,6 +48,7 @@ def test_every_size_is_counted():
         ("qwen3 14B", False), ("qwen3 32B", False),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_the_small_ones_share_embedding_and_output_layer(name, tied):
     model = counted(name)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied

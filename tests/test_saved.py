@@ -99,6 +99,7 @@ def test_frozen_inputs_are_not_kept_for_gradients_that_nobody_needs():
     assert [tuple(t.shape) for t in kept.tensors] == [(5, N)]  # what w_out multiplies
 
 
+@pytest.mark.slow
 def test_what_was_kept_goes_with_the_graph():
     operands = CASES["tuple"].operands((5,))
     with Kept() as kept:

@@ -151,7 +151,10 @@ def test_operations_in_kernels_without_a_product(op):
     reasons_of(example, 1, place=spread)
 
 
-@pytest.mark.parametrize("cut", [{"BN": 32}, {"BN": 64, "BK": 32, "parts": 4}])
+OTHER_CUT = pytest.param({"BN": 32}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("cut", [OTHER_CUT, {"BN": 64, "BK": 32, "parts": 4}])
 @pytest.mark.parametrize("name", ON_PRODUCTS)
 def test_structures_in_epilogues(name, cut):
     function = ON_PRODUCTS[name]

@@ -88,8 +88,11 @@ def test_a_weight_that_no_gradient_depends_on_may_be_written_to():
     assert all(map(torch.equal, *found))
 
 
+SLOW_FAMILIES = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "gpt2")]
+
+
 @pytest.mark.parametrize("base", ["frozen", "trained"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", *SLOW_FAMILIES])
 def test_no_weight_of_an_accelerated_model_is_written_to_unseen(family, base):
     """One projection is wrapped, and left alone with those beside it."""
     x = torch.randn(2, 40, 64, requires_grad=True)

@@ -198,8 +198,13 @@ def spread(tensor):
     return tensor.repeat_interleave(2, 1)[:, ::2]
 
 
+def negated(tensor):
+    """Memory that holds the opposite, and a bit that says so."""
+    return torch._neg_view(-tensor)
+
+
 @pytest.mark.interpreted
-@pytest.mark.parametrize("place_it", [transposed, sliced, spread])
+@pytest.mark.parametrize("place_it", [transposed, sliced, spread, negated])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_strides_of_operands_and_gradients_change_rounding_at_most(name, place_it, place):
     dtype = SINGLE if place.interpreted else BRAIN
