@@ -96,27 +96,11 @@ class Executable:
         Those at the positions `into` are written there instead; it may be an input that is added
         to. The inputs at the positions `spent` may be written over.
         """
-        if 0 in [tensor.data_ptr() for tensor in tensors]:
-            self._check_memory(tensors)
-        if self.backend == "reference" or not self._by_triton(tensors[0]):
-            return put(self.reference(tensors, rows), into)
-        found: list[Tensor] = self.triton(tensors, rows, into, spent)
-        return found
-
-    def _check_memory(self, tensors: Sequence[Tensor]) -> None:
-        """Raises BackEndError for a tensor whose memory is gone: a kernel would read anything."""
-        for node, tensor in zip(self.plan.graph.inputs, tensors, strict=True):
-            if tensor.numel() and not tensor.data_ptr():
-                raise BackEndError(
-                    explanation(
-                        f"operand {node.attributes['name']} has no memory",
-                        f"{list(tensor.shape)} over a storage that was freed, as of a weight that "
-                        "is sharded outside of its module's forward",
-                        "a tensor that holds its numbers",
-                        "use each weight in the forward of the module that is sharded with it",
-                        author_line(),
-                    )
-                )
+        if self.backend != "reference" and self._by_triton(tensors[0]):
+            found: list[Tensor] = self.triton(tensors, rows, into, spent)
+            return found
+        addresses_of(self.plan, tensors)
+        return put(self.reference(tensors, rows), into)
 
     def _by_triton(self, tensor: Tensor) -> bool:
         if self.backend == "triton":
@@ -131,9 +115,37 @@ class Executable:
                     )
                 )
             return True
-        if tensor.is_cuda and not has_triton():
+        if not tensor.is_cuda:
+            return False
+        if not has_triton():
             _without_triton()
-        return tensor.is_cuda and has_triton()
+        return has_triton()
+
+
+def addresses_of(plan: Plan, tensors: Sequence[Tensor]) -> list[int]:
+    """Where a plan's inputs lie. Raises BackEndError for one whose memory is gone.
+
+    A kernel would read anything there.
+    """
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if 0 in addresses:
+        _check_memory(plan, tensors)
+    return addresses
+
+
+def _check_memory(plan: Plan, tensors: Sequence[Tensor]) -> None:
+    for node, tensor in zip(plan.graph.inputs, tensors, strict=True):
+        if tensor.numel() and not tensor.data_ptr():
+            raise BackEndError(
+                explanation(
+                    f"operand {node.attributes['name']} has no memory",
+                    f"{list(tensor.shape)} over a storage that was freed, as of a weight that "
+                    "is sharded outside of its module's forward",
+                    "a tensor that holds its numbers",
+                    "use each weight in the forward of the module that is sharded with it",
+                    author_line(),
+                )
+            )
 
 
 def put(outputs: list[Tensor], into: Mapping[int, Tensor]) -> list[Tensor]:

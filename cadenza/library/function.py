@@ -22,8 +22,9 @@ from cadenza.core.ir import Graph
 from cadenza.core.ops import M
 from cadenza.core.trace import location
 from cadenza.library.autocast import autocast_dtype
-from cadenza.library.eager import Calls, Prepared, kind_of, watched
+from cadenza.library.eager import Prepared
 from cadenza.library.identity import CONSTANTS, register
+from cadenza.library.kinds import Calls
 from cadenza.library.operands import as_matrix, check_plain, checked_shapes, declared_dtypes
 from cadenza.library.operator import PROGRAMS, find
 from cadenza.library.specialize import Call, Specialization, Specializations
@@ -50,7 +51,7 @@ class Program:
         self.dtypes = declared_dtypes(shapes)
         self.specializations = Specializations(self._traced(), function.__name__, self.shapes)
         self.key = register(function, self.shapes, self.specializations)
-        self.calls = Calls()
+        self.calls = Calls(self._ready)
         self.has_tensors = any(isinstance(v, Tensor) for v in self.defaults.values())
 
     def __repr__(self) -> str:
@@ -60,22 +61,12 @@ class Program:
         return self.__qualname__  # as a function: copied to itself, pickled by its name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():
-            prepared = self._prepared(args, kwargs)
-            if prepared is not None:
-                return prepared[0](prepared[1])
+        if not torch.compiler.is_dynamo_compiling() and not self.has_tensors:
+            found = self.calls.find(args, kwargs)
+            if found is not None:
+                prepared, tensors = found
+                return prepared(tensors)
         return self._dispatched(args, kwargs)
-
-    def _prepared(self, args: Any, kwargs: Any) -> tuple[Prepared, list[Tensor]] | None:
-        """The call made ready, with its tensors in the order of operands; None if it is watched."""
-        kind = None if watched() or self.has_tensors else kind_of(args, kwargs)
-        if kind is None:
-            return None
-        ready = self.calls.find(kind, lambda: self._ready(args, kwargs))
-        if ready is None:
-            return None
-        given = [*args, *kwargs.values()]
-        return ready[0], [given[p] for p in ready[1]]
 
     def _ready(self, args: Any, kwargs: Any) -> tuple[Prepared, list[int]]:
         """The call, and where its tensors are among the arguments in the order they are given."""

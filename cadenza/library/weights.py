@@ -54,6 +54,11 @@ def joined_present(parts: Iterable[Tensor | None]) -> Tensor | None:
     return joined(present) if present else None
 
 
+def any_joined(tensors: Iterable[Tensor]) -> bool:
+    """Whether some tensor is one that `joined` made of several."""
+    return True in [hasattr(tensor, PARTS) for tensor in tensors]
+
+
 def parted(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[int]]:
     """Tensors with the parts of joined ones in their place, and how many parts each has."""
     groups = [getattr(tensor, PARTS, (tensor,)) for tensor in tensors]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cadenza.backends import NOTHING, put
+from cadenza.backends import NOTHING, addresses_of, put
 from cadenza.backends.steps import Owner
 from cadenza.backends.triton.launch import NOT_CAPTURED
 from cadenza.backends.triton.memory import Memory
@@ -83,31 +83,32 @@ class Executable:
         which a tile is read before it is written, and no other reads it. Kernels may write over the
         inputs at the positions `spent`.
         """
+        addresses = addresses_of(self.plan, tensors)
         if rows == 0 or self.wide:
             return put(self.program.plain(tensors, rows), into)
         device = tensors[0].device
-        if device.type != "cuda":
+        if not tensors[0].is_cuda:
             self.target = Target.of(device)
             memory = Memory(rows, device)
             memory.places = self._over([tensors[p] for p in spent], spent)
             return self._stepwise(tensors, memory, into)
         tf32 = self.single and torch.backends.cuda.matmul.allow_tf32
         bits = 0
-        for tensor in tensors:
-            bits |= tensor.data_ptr()
-        aligned = bits % 16 == 0 or tuple([t.data_ptr() % 16 == 0 for t in tensors])
+        for address in addresses:
+            bits |= address
+        aligned = bits % 16 == 0 or tuple([address % 16 == 0 for address in addresses])
         key = (rows, device.index, tf32, aligned, tuple([t.stride() for t in tensors]))
         replay = self.replays.get(key)
         own_places = into or spent
         if replay is not None and not own_places:
-            return replay(tensors)
+            return replay(addresses)
         self.target = replace(Target.of(device), tf32=tf32)
         self._choose(tensors, rows)
         recorded = key in self.replays or own_places
         memory = Memory(rows, device, recording=None if recorded else Recording())
         memory.places = self._over([tensors[p] for p in spent], spent)
         outputs = self._stepwise(tensors, memory, into)
-        apart = len({t.data_ptr() for t in tensors}) == len(tensors)
+        apart = len({*addresses}) == len(addresses)
         if memory.recording is not None and apart:  # else it wouldn't tell these inputs apart
             if len(self.replays) >= KEPT_REPLAYS:
                 self.replays.pop(next(iter(self.replays)))
