@@ -57,6 +57,17 @@ def ours(graph):
     return [n for n in graph.graph.nodes if "cadenza" in str(n.target)]
 
 
+def test_compiled_autograd_sees_an_eager_calls_backward_as_one_operation():
+    graphs, operands = [], CASES["tuple"].operands((3, 5))
+    expected = gradients(mlp(**operands), operands)
+    compiler = torch.compile(backend=lambda graph, given: graphs.append(graph) or graph)
+    outputs = mlp(**operands)
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        found = gradients(outputs, operands)
+    assert same(found, expected)
+    assert [str(n.target) for graph in graphs for n in ours(graph)] == ["cadenza.run_backward"]
+
+
 @each_case
 def test_a_program_is_one_operation_in_every_graph(case):
     graphs = []

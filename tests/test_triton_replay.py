@@ -8,6 +8,7 @@ import itertools
 import os
 import subprocess
 import sys
+from functools import partial
 
 import planned
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from cadenza.backends import reference
 from cadenza.backends.triton import launch
+from cadenza.backends.triton import replay as repeating
 from cadenza.backends.triton.executable import Executable
 from cadenza.backends.triton.fallbacks import LibraryProduct
 from cadenza.backends.triton.launch import Descriptor
@@ -112,6 +114,32 @@ def test_addresses_that_come_back_are_put_in_once():
     assert direct.launched[2:4] == direct.launched[:2]
     assert direct.launched[4][5] == "map of 3"
     assert direct.encoded == 2
+
+
+@pytest.mark.parametrize("allocate", ["as Inductor does", "by the dispatcher"])
+def test_a_replay_gives_new_outputs_of_inputs_at_addresses(allocate, monkeypatch):
+    direct = Direct()
+    recording, x, _, out = recorded(lambda: direct)
+    empty = torch._C._dynamo.guards._empty_strided_cpu
+    if allocate == "by the dispatcher":
+        monkeypatch.setattr(torch, "empty_strided", partial(on_a_cpu, torch.empty_strided))
+        empty = repeating._by_dispatcher
+    monkeypatch.setattr(repeating, "_empty", empty)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
+    found = replay(recording, [x], [out], DEVICE)
+    (first,), (second,) = found([1000]), found([1000])
+    assert first.data_ptr() != second.data_ptr()
+    for made, launched in ((first, direct.launched[1]), (second, direct.launched[3])):
+        assert (made.shape, made.stride(), made.dtype) == (out.shape, out.stride(), out.dtype)
+        assert launched[6] == made.data_ptr()
+    assert direct.launched[0][5] == "map of 1000"
+
+
+def on_a_cpu(empty_strided, *given, device, **named):
+    """Memory of a CPU instead of a GPU's."""
+    assert device == "cuda"
+    return empty_strided(*given, **named)
 
 
 def test_what_can_not_be_repeated():
