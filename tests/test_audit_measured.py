@@ -93,6 +93,7 @@ def test_our_kernels_say_what_they_are():
     assert sort_kernel("cadenza_vector_product") == "products"
     assert sort_kernel("cadenza_B2_pointwise") == "memory"
     assert sort_kernel("cadenza_v7_vectors") == "memory"
+    assert sort_kernel("cadenza_dot_product_vectors") == "memory"
     assert sort_kernel("kernel_of_someone") == "other"
 
 

@@ -335,15 +335,23 @@ def test_operands_that_cannot_be_described_take_the_plain_kernel(fault: str) -> 
 def test_tiles_are_taken_together_two_at_a_time() -> None:
     _, memory = launched(half(200, 64), half(256, 64), TOGETHER)
     launcher, grid, _ = memory.made
-    assert launcher.constants["WIDE"] == 2
+    assert launcher.constants["ABREAST"] == 2
     assert grid == (2, 1)  # two tiles of rows, each with one turn of two tiles of columns
     _, memory = launched(half(200, 64), half(256, 64))
-    assert memory.made[0].constants["WIDE"] == 1
+    assert memory.made[0].constants["ABREAST"] == 1
 
 
 def test_an_odd_number_of_tiles_is_not_taken_two_at_a_time() -> None:
     with pytest.raises(Unsupported, match="3 tiles of columns, two at a time"):
         launched(half(200, 64), half(384, 64), TOGETHER)
+
+
+@pytest.mark.parametrize("width", [384, 512])
+def test_tiles_are_of_128_columns_whatever_is_asked_for(width: int) -> None:
+    """Partials and turns are counted by them."""
+    launch = of_function(swiglu, x=("M", 64), w=(width, 64))
+    wide = again(launch, Configuration(128, 256, 64, warps=4, stages=5, pingpong=True))
+    assert (wide.column_tiles, wide.configuration.BN) == (width // 128, 128)
 
 
 def test_turned_operands_keep_their_memory() -> None:

@@ -10,7 +10,9 @@ from cadenza.tools.question import Sizes
 from cadenza.tools.target import find_target
 
 SMALL = ["M=9,D=32,F=64,H=4,KV=2,HD=8,V=50"]
-ENTRY = {"microseconds": {"BM=128": 12.0, "library": 10.04, "BM=64": "it spills"}}
+ENTRY = {
+    "microseconds": {"BM=128": 12.0, "library": 10.04, "BM=64": "it spills"}, "fastest": "library",
+}  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
@@ -47,6 +49,20 @@ def test_operands_are_random_and_weights_keep_the_size_of_products():
     assert made["x"].shape == (64, 64)
     assert 0.9 < made["x"].std() < 1.1
     assert 0.1 < made["w_down"].std() < 0.15
+
+
+@pytest.mark.parametrize(
+    ("alone", "cells"),
+    [
+        ({}, ("BM=64", "11.0", "10.0")),
+        ({"BM=64": 12.0, "BM=32": 13.0}, ("BM=64", "11.0", "10.0")),  # the default lost in turns
+        ({"BM=64": 12.0, "BM=128": 12.5}, ("BM=64", "12.0", "12.5")),
+    ],
+)
+def test_what_won_is_shown_not_what_was_fastest_in_turns(alone, cells):
+    turns = {"BM=128": 10.0, "BM=64": 11.0, "BM=32": 10.5}
+    entry = {"microseconds": turns, "fastest": "BM=64", "alone": alone}
+    assert tune._cells(entry) == cells
 
 
 def test_what_was_measured_is_shown(monkeypatch, capsys):

@@ -6,7 +6,9 @@ compile for it they do compile.
 
 import logging
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +16,9 @@ from tuning_place import HOPPER, place, plans, settled
 from tuning_tasks import Answers, Dying, Hanging
 
 from cadenza.backends.triton.compiled import Report
-from cadenza.backends.triton.configuration import Configuration, Strip
+from cadenza.backends.triton.configuration import Configuration, Facts, Strip
 from cadenza.backends.triton.target import Target
-from cadenza.backends.triton.tuning import candidates, contests, records
+from cadenza.backends.triton.tuning import candidates, contests, records, timing
 from cadenza.backends.triton.tuning import workers as tuning_workers
 from cadenza.backends.triton.tuning.recipes import KernelCall, ProductCall, views
 from cadenza.backends.triton.tuning.worker import COMPILE, Compile
@@ -74,6 +76,18 @@ def test_no_candidate_is_listed_twice(family):
     short, more = candidates.LISTS[family]
     assert len({*short, *more}) == len(short) + len(more)
     assert 5 <= len(short) <= 10
+
+
+def test_tiles_that_go_together_are_counted_so():
+    two = Configuration(192, 128, 64, warps=4, stages=3, pingpong=True, together=True)
+    facts = Facts(2, 3, near=False, half=False, lanes=1, unit=1, M=None, N=512, K=4096)
+    assert candidates.shared(two, facts) == 3 * (192 + 256) * 64 * 2
+    assert candidates.fits(two, facts, HOPPER)
+    assert not candidates.fits(replace(two, stages=5), facts, HOPPER)
+    assert not candidates.fits(two, facts._replace(N=384), HOPPER), "3 tiles are no pairs"
+    one = replace(two, together=False)
+    assert candidates.use(one, facts, 192 * 132, 132) == 1.0
+    assert candidates.use(two, facts, 192 * 33, 132) == 0.5
 
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -134,6 +148,42 @@ def test_a_cache_that_cannot_be_written_costs_nothing(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "cadenza"), records.alone():
         records.add({"k": {}})
     assert "can't be kept" in caplog.text
+
+
+# --- times ----------------------------------------------------------------------------------------
+
+
+class Warming:
+    """A GPU whose calls take longer once it has worked for 100 ms without a rest."""
+
+    def __init__(self):
+        self.now = self.rested = 0.0  # milliseconds
+
+    def call(self, milliseconds):
+        """Works for so long, or more."""
+        self.now += milliseconds * (1.2 if self.now - self.rested > 100.0 else 1.0)
+
+    def rest(self):
+        """Waits for the host."""
+        self.rested = self.now
+
+    def event(self, enable_timing):
+        """A place in the queue, of a time."""
+        made = SimpleNamespace(record=lambda: setattr(made, "at", self.now))
+        made.elapsed_time = lambda other: other.at - made.at
+        return made
+
+
+@pytest.mark.parametrize("milliseconds", [0.02, 0.3, 2.0, 15.0])
+def test_by_itself_a_call_is_timed_once_its_clock_has_settled(monkeypatch, milliseconds):
+    gpu = Warming()
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.rest())
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.rest)
+    runs = {"one": lambda: gpu.call(milliseconds), "two": lambda: gpu.call(2 * milliseconds)}
+    found = timing.timed_alone(runs, 0.4)
+    expected = {"one": 1200 * milliseconds, "two": 2400 * milliseconds}
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 # --- processes ------------------------------------------------------------------------------------

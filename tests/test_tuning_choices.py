@@ -22,6 +22,8 @@ from cadenza.backends.triton.compiled import Report
 from cadenza.backends.triton.configuration import Configuration, Strip
 from cadenza.backends.triton.tuning import choices, contests, records
 from cadenza.backends.triton.tuning.recipes import ProductCall
+from cadenza.backends.triton.tuning.worker import Compile, Measure
+from cadenza.backends.triton.tuning.workers import Hangs
 from cadenza.core.errors import BackEndError
 
 pytestmark = pytest.mark.usefixtures(place.__name__)
@@ -68,9 +70,25 @@ def test_of_those_that_are_near_the_fastest_by_itself_is_chosen(monkeypatch):
 
 def test_of_those_that_take_the_same_by_themselves_turns_decide(monkeypatch):
     """A clock is not always what energy leaves: then the fewest cycles win."""
-    found = chosen(monkeypatch, Pretended(near, alone=lambda calls: 6.0 + near(calls) / 1000))
+    found = chosen(monkeypatch, Pretended(near, alone=lambda calls: 6.0 - near(calls) / 1000))
     assert {(c.pingpong, c.library) for c in found} == {(True, False)}
     assert all(len(entry["alone"]) > 1 for entry in records.read().values())
+
+
+class HangsAlone(Pretended):
+    """Workers that hang where candidates run by themselves."""
+
+    def ask(self, task, seconds, kind, hear=None):
+        """No answer to that."""
+        if isinstance(task, Measure) and task.alone:
+            raise Hangs("no answer in time", None)
+        return super().ask(task, seconds, kind, hear)
+
+
+def test_where_none_is_timed_by_itself_turns_decide(monkeypatch):
+    found = chosen(monkeypatch, HangsAlone(near))
+    assert {(c.pingpong, c.library) for c in found} == {(True, False)}
+    assert not any("alone" in entry for entry in records.read().values())
 
 
 def test_one_of_a_kind_goes_on(monkeypatch):
@@ -148,6 +166,19 @@ def test_it_tells_of_each_kernel(monkeypatch):
         chosen(monkeypatch, Pretended(stages))
     assert [given[:2] for given in heard] == [(1, 2), (2, 2)]
     assert json.dumps(heard[0][3])
+
+
+def test_what_is_compiled_ahead_is_for_the_calls_own_rows(monkeypatch):
+    """Kernels compete at 1024 rows, which 16 divides: that is another binary."""
+    workers, tasks = Pretended(stages), []
+    ask = workers.ask
+    monkeypatch.setattr(workers, "ask", lambda task, *rest: tasks.append(task) or ask(task, *rest))
+    monkeypatch.setattr(choices, "WORKERS", workers)
+    plan, text = plans("llama-mlp")[0]
+    choices.choices(plan, text, settled(plan, rows=513))
+    first, *_, ahead = (task for task in tasks if isinstance(task, Compile))
+    assert all(1024 in call.arguments and 513 not in call.arguments for call in first.calls)
+    assert all(513 in call.arguments and 1024 not in call.arguments for call in ahead.calls)
 
 
 def test_choices_are_what_a_program_is_made_of(monkeypatch):

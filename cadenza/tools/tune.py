@@ -101,14 +101,16 @@ def _show(found: Measured, text: str, console: Console) -> None:
         "kernel", "fastest", "µs", "default µs", title=f"{text}: kept in {records.path()}"
     )
     for title, entry in found.items():
-        table.add_row(title, *_cells(entry.get("microseconds", {})))
+        table.add_row(title, *_cells(entry))
     console.print(table)
 
 
-def _cells(times: Mapping[str, Any]) -> tuple[str, str, str]:
-    timed = {name: t for name, t in times.items() if not isinstance(t, str)}
-    if not timed:
+def _cells(entry: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What won, its time and the default's: by themselves if both were measured so, or in turns."""
+    if "fastest" not in entry:
         return "none runs", "", ""
-    best = min(timed, key=timed.__getitem__)
-    first = next(iter(times))
-    return best, f"{timed[best]:.1f}", f"{timed[first]:.1f}" if first in timed else "does not run"
+    best, turns, alone = entry["fastest"], entry["microseconds"], entry.get("alone", {})
+    first = next(iter(turns))
+    times = alone if first in alone else turns
+    usual = times[first]
+    return best, f"{times[best]:.1f}", "does not run" if isinstance(usual, str) else f"{usual:.1f}"

@@ -94,6 +94,19 @@ def check_candidate(given, candidates, number, place):
         raise
 
 
+RINGS = [cut for cut in USUAL if cut.pingpong]
+
+
+@pytest.mark.parametrize("programs", [1, 2])
+@pytest.mark.parametrize("cut", RINGS, ids=str)
+@pytest.mark.parametrize("name", ["llama-mlp", "lm-head"])
+def test_rings_go_round_over_several_tiles(name, cut, programs, place, monkeypatch):
+    """Where programs are as many as tiles, a consumer has one at most."""
+    monkeypatch.setattr(Program, "programs", lambda self, device: programs)
+    for given in kept_trials(name, ROWS, place, tuple(RAGGED.items())):
+        check_agrees(given, attempt(given, lambda kernel: cut).outputs, place)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_chosen_by_default_fits_and_hardly_spills(name, place, capsys):
     limit = Target.of(place.device).shared

@@ -1,4 +1,4 @@
-"""Launches of products on Hopper by the pingpong template; the plain template stands in for it.
+"""Launches of products by Hopper's template; the plain template stands in for it.
 
 Operands come in by tensor maps alone: where one can't be described, which is known only at the
 launch, the kernel of the plain template runs instead. Both leave partials of 128 columns.
@@ -7,6 +7,7 @@ launch, the kernel of the plain template runs instead. Both leave partials of 12
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,7 +83,7 @@ class GluonLaunch(ProductLaunch):
         text: tuple[str, str] = ("kernel", ""), cut: Configuration | None = None,
     ) -> None:  # fmt: skip
         assert otherwise.source is not None
-        cut = cut or default(otherwise.source)
+        cut = replace(cut or default(otherwise.source), BN=COLUMNS)
         super().__init__(otherwise.source, otherwise.plan, kernel, cut, False)
         _check(self.plan, self.operands, otherwise)
         self.otherwise = otherwise
@@ -111,12 +112,12 @@ class GluonLaunch(ProductLaunch):
         ]  # fmt: skip
         if self.depth is None:
             given.append(a.shape[0] if ta else a.shape[1])
-        turns = -(-rows // cut.BM) * self.column_tiles // self.wide
+        turns = -(-rows // cut.BM) * self.column_tiles // self.abreast
         programs = min(turns, self.plan.programs(memory.device))
         memory.launch(self.launcher(TA=ta, TB=tb), (programs, 1), given)
 
     @property
-    def wide(self) -> int:
+    def abreast(self) -> int:
         """How many tiles are taken at a time, side by side."""
         return 2 if self.configuration.together else 1
 
@@ -143,7 +144,7 @@ class GluonLaunch(ProductLaunch):
         cut, (ta, tb) = self.configuration, self.turned
         return {
             "BM": cut.BM, "BK": cut.BK, "STAGES": cut.stages, "GROUP": cut.group,
-            "TA": ta, "TB": tb, "WIDE": self.wide,
+            "TA": ta, "TB": tb, "ABREAST": self.abreast,
         }  # fmt: skip
 
     def resources(self) -> dict[str, Any]:

@@ -60,13 +60,13 @@ def epilogue(acc, i, j, pointers, ROWS):
 def consume(
     memory, pointers, ROWS, N: gl.constexpr, K, ME: gl.constexpr, BM: gl.constexpr,
     BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TA: gl.constexpr, TB: gl.constexpr,
-    WIDE: gl.constexpr,
+    ABREAST: gl.constexpr,
 ):
     BLOCKS: gl.constexpr = BM // {block}
     row_tiles = gl.cdiv(ROWS, BM)
-    column_tiles: gl.constexpr = (N + {columns} - 1) // {columns} // WIDE
+    column_tiles: gl.constexpr = (N + {columns} - 1) // {columns} // ABREAST
     steps = gl.cdiv(K, BK)
-    turns: gl.constexpr = 2 // WIDE
+    turns: gl.constexpr = 2 // ABREAST
     done = (turns - 1) * ME * steps
     phase = 1 - ME
     programs = gl.num_programs(0)
@@ -74,9 +74,9 @@ def consume(
     for t in range(first, row_tiles * column_tiles, turns * programs):
         i, j = device.tile_at(t, row_tiles, column_tiles, GROUP)
         acc0, acc1, acc2 = device.products(
-            memory, done, steps, phase, ME, BLOCKS, STAGES, TA, TB, WIDE
+            memory, done, steps, phase, ME, BLOCKS, STAGES, TA, TB, ABREAST
         )
-        j = j * WIDE + (WIDE - 1) * ME
+        j = j * ABREAST + (ABREAST - 1) * ME
         block = i * BLOCKS
         epilogue(acc0, block, j, pointers, ROWS)
         if BLOCKS > 1:
@@ -93,16 +93,16 @@ def consume(
 def {kernel}(
     a, b, {names},
     ROWS, {depth}BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    TA: gl.constexpr, TB: gl.constexpr, WIDE: gl.constexpr,
+    TA: gl.constexpr, TB: gl.constexpr, ABREAST: gl.constexpr,
 ):
     N: gl.constexpr = {product}
-{known_depth}    memory = device.ring(a, b, BM, BK, STAGES, TA, TB, WIDE)
+{known_depth}    memory = device.ring(a, b, BM, BK, STAGES, TA, TB, ABREAST)
     pointers = ({names},)
     gl.warp_specialize([
-        (consume, (memory, pointers, ROWS, N, K, 0, BM, BK, STAGES, GROUP, TA, TB, WIDE)),
-        (consume, (memory, pointers, ROWS, N, K, 1, BM, BK, STAGES, GROUP, TA, TB, WIDE)),
+        (consume, (memory, pointers, ROWS, N, K, 0, BM, BK, STAGES, GROUP, TA, TB, ABREAST)),
+        (consume, (memory, pointers, ROWS, N, K, 1, BM, BK, STAGES, GROUP, TA, TB, ABREAST)),
         (device.produce, (
-            a, b, memory, ROWS, N, K, BM, BK, STAGES, GROUP, TA, TB, WIDE, {pairs}, {whole}
+            a, b, memory, ROWS, N, K, BM, BK, STAGES, GROUP, TA, TB, ABREAST, {pairs}, {whole}
         )),
     ], [4, 1], [240, 24])
 """

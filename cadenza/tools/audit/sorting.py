@@ -20,7 +20,7 @@ from cadenza.tools.audit.counting import (
 )
 
 RULES = (
-    (PRODUCTS, r"^cadenza_\w+_product"),
+    (PRODUCTS, r"^cadenza_\w+_product\b"),
     (MEMORY, r"^cadenza_"),
     (COMMUNICATION, r"nccl|rccl|nvshmem|all_?reduce|all_?gather|reduce_scatter|multimem"),
     (OPTIMIZER, r"multi_tensor_apply|fused_?adam|adamw|FusedOptimizer"),

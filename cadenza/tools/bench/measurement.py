@@ -30,6 +30,7 @@ LEAST_ROUNDS, MOST_ROUNDS = 5, 100
 WARMING = 0.15  # of the time to measure, before it
 PAUSE = 10e-3
 SETTLES, BLOCK = 0.25, 0.15  # seconds that a variant runs alone, unmeasured and then measured
+QUEUE = 1000  # calls, about, after which the host waits for a GPU
 CYCLES = 2e9  # a second, at most, of a GPU's clock
 LEAD = 300e-6  # how far the host is ahead at least
 
@@ -201,7 +202,8 @@ def alone_round(entries: Mapping[str, Entry], watch: Stopwatch) -> dict[str, flo
     for name in shuffled(entries):
         entry = entries[name]
         settles, calls = (max(1, round(t / max(entry.device, 1e-9))) for t in (SETTLES, BLOCK))
-        watch.lead(1.5 * (settles + calls) * max(0.0, entry.host - entry.device) + LEAD)
+        behind = min(settles + calls, QUEUE) * max(0.0, entry.host - entry.device)
+        watch.lead(1.5 * behind + LEAD)
         for _ in range(settles):
             entry.call()
         readings[name] = watch.sample(entry, calls)

@@ -2,9 +2,10 @@
 
 A program has a producer warp, which fills a ring of stages by descriptors, and two consumer
 warpgroups, which take the program's tiles in turn: one multiplies while the other runs its
-epilogue. A tile is BM rows, in blocks of 64, by 128 columns. Blocks of an epilogue are 64 rows in
-`LAYOUT`, whatever their columns; vectors over rows and over columns are slices of it. Functions of
-`device` that name no layout serve here too.
+epilogue. Or, with ABREAST = 2, both multiply at once, two neighbouring tiles that share their rows.
+A tile is BM rows, in blocks of 64, by 128 columns. Blocks of an epilogue are 64 rows in `LAYOUT`,
+whatever their columns; vectors over rows and over columns are slices of it. Functions of `device`
+that name no layout serve here too.
 """
 
 from __future__ import annotations
@@ -252,17 +253,17 @@ def finish_row_max(pointer, rows, row_ok, ROWS, tiles, SIZE: gl.constexpr):
 # `turn` hands the ring from one consumer to the other: a consumer waits for stages of its tile only
 # after the other has waited for all of those before. Without it a wait could be more than a round
 # of the ring early, and the one bit of a barrier's phase could not tell the rounds apart.
-# Where tiles are taken WIDE = 2 at a time, side by side, a stage holds the columns of both, and
+# Where tiles are taken ABREAST = 2 at a time, side by side, a stage holds the columns of both, and
 # each consumer takes its part of every stage: it is empty when both have.
 
 
 @gluon.jit
 def ring(
     a, b, BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    TA: gl.constexpr, TB: gl.constexpr, WIDE: gl.constexpr,
+    TA: gl.constexpr, TB: gl.constexpr, ABREAST: gl.constexpr,
 ):  # fmt: skip
     """Memory for stages of both operands, and barriers: full and empty stages, turns."""
-    SIDES: gl.constexpr = STAGES * WIDE
+    SIDES: gl.constexpr = STAGES * ABREAST
     BLOCKS: gl.constexpr = STAGES * (BM // BLOCK)
     left: gl.constexpr = [BLOCKS, BK, BLOCK] if TA else [BLOCKS, BLOCK, BK]
     right: gl.constexpr = [SIDES, COLUMNS, BK] if TB else [SIDES, BK, COLUMNS]
@@ -273,7 +274,7 @@ def ring(
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=WIDE)
+        mbarrier.init(empty.index(stage), count=ABREAST)
     mbarrier.init(turn.index(0), count=1)
     mbarrier.init(turn.index(1), count=1)
     return a_stages, b_stages, full, empty, turn
@@ -315,14 +316,14 @@ def _bring_right(
 def produce(
     a, b, memory, ROWS, N: gl.constexpr, K, BM: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, TA: gl.constexpr, TB: gl.constexpr,
-    WIDE: gl.constexpr, PAIRS: gl.constexpr, WHOLE: gl.constexpr,
+    ABREAST: gl.constexpr, PAIRS: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """Brings in the operands of all tiles of this program, one step of K after the other."""
     a_stages, b_stages, full, empty, _ = memory
     BLOCKS: gl.constexpr = BM // BLOCK
-    BYTES: gl.constexpr = (BM + WIDE * COLUMNS) * BK * (a.dtype.primitive_bitwidth // 8)
+    BYTES: gl.constexpr = (BM + ABREAST * COLUMNS) * BK * (a.dtype.primitive_bitwidth // 8)
     row_tiles = gl.cdiv(ROWS, BM)
-    column_tiles: gl.constexpr = (N + COLUMNS - 1) // COLUMNS // WIDE
+    column_tiles: gl.constexpr = (N + COLUMNS - 1) // COLUMNS // ABREAST
     stage = 0
     phase = 1  # that of a barrier before its first: new stages are empty
     for t in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
@@ -337,9 +338,9 @@ def produce(
                     tma.async_copy_global_to_shared(a, [k, row], full.index(stage), at)
                 else:
                     tma.async_copy_global_to_shared(a, [row, k], full.index(stage), at)
-            for side in gl.static_range(WIDE):
-                at = b_stages.index(stage * WIDE + side)
-                _bring_right(b, at, full.index(stage), j * WIDE + side, k, TB, PAIRS, WHOLE)
+            for side in gl.static_range(ABREAST):
+                at = b_stages.index(stage * ABREAST + side)
+                _bring_right(b, at, full.index(stage), j * ABREAST + side, k, TB, PAIRS, WHOLE)
             stage, phase = _after(stage, phase, STAGES)
 
 
@@ -354,24 +355,24 @@ def _turned(stage, TURNED: gl.constexpr):
 @gluon.jit
 def products(
     memory, done, steps, turn_phase, ME: gl.constexpr, BLOCKS: gl.constexpr,
-    STAGES: gl.constexpr, TA: gl.constexpr, TB: gl.constexpr, WIDE: gl.constexpr,
+    STAGES: gl.constexpr, TA: gl.constexpr, TB: gl.constexpr, ABREAST: gl.constexpr,
 ):  # fmt: skip
     """The accumulators of one tile, a block of 64 rows each; those past BLOCKS are 0.
 
     `done` is how many stages were full before its first, `steps` how many this tile has.
     """
-    SIDE: gl.constexpr = (WIDE - 1) * ME
+    SIDE: gl.constexpr = (ABREAST - 1) * ME
     a_stages, b_stages, full, empty, turn = memory
     stage = done % STAGES
     phase = (done // STAGES) & 1
-    if WIDE == 1:
+    if ABREAST == 1:
         mbarrier.wait(turn.index(ME), turn_phase)
     acc0 = gl.zeros((BLOCK, COLUMNS), gl.float32, PRODUCT)
     acc1 = gl.zeros((BLOCK, COLUMNS), gl.float32, PRODUCT)
     acc2 = gl.zeros((BLOCK, COLUMNS), gl.float32, PRODUCT)
     for k in range(steps):
         mbarrier.wait(full.index(stage), phase)
-        b = _turned(b_stages.index(stage * WIDE + SIDE), TB)
+        b = _turned(b_stages.index(stage * ABREAST + SIDE), TB)
         first = stage * BLOCKS
         x = _turned(a_stages.index(first), TA)
         acc0 = warpgroup_mma(x, b, acc0, use_acc=k > 0, is_async=True)
@@ -386,7 +387,7 @@ def products(
         before = gl.where(stage == 0, STAGES - 1, stage - 1)
         mbarrier.arrive(empty.index(before), count=1, pred=k > 0)
         stage, phase = _after(stage, phase, STAGES)
-    if WIDE == 1:
+    if ABREAST == 1:
         mbarrier.arrive(turn.index(1 - ME), count=1)
     acc0, acc1, acc2 = _waited(acc0, acc1, acc2, 0, BLOCKS)
     mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)

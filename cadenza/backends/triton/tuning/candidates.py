@@ -97,22 +97,33 @@ def product_candidates(
     short, more = LISTS[family(target)]
     found = [default(facts, target)]
     found += [shrunk(cut, facts) for cut in (short + more if full else short)]
-    fitting = [c for c in dict.fromkeys(found) if shared(c, facts) <= target.shared]
+    fitting = [c for c in dict.fromkeys(found) if fits(c, facts, target)]
     used = {c: use(c, facts, rows, programs) for c in fitting}
     best = max(used.values(), default=0.0)
     return [*(c for c in fitting if used[c] >= WORST * best), LIBRARY]
 
 
+def fits(cut: Configuration, facts: Facts, target: Target) -> bool:
+    """Whether the target has the shared memory, and the product pairs of tiles where two go."""
+    pairs = not cut.together or -(-facts.N // cut.BN) % 2 == 0
+    return pairs and shared(cut, facts) <= target.shared
+
+
 def shared(cut: Configuration, facts: Facts) -> int:
     """Bytes of shared memory that the operands of a tile take in all stages."""
-    return cut.stages * (cut.BM + cut.BN) * cut.BK * facts.itemsize
+    return cut.stages * (cut.BM + _across(cut)) * cut.BK * facts.itemsize
+
+
+def _across(cut: Configuration) -> int:
+    """Columns that a program takes at a time."""
+    return cut.BN * (2 if cut.together else 1)
 
 
 def use(cut: Configuration, facts: Facts, rows: int, programs: int) -> float:
     """Which share of the device works on the product, when all tiles take equally long."""
-    down, across = -(-rows // cut.BM), -(-facts.N // cut.BN)
+    down, across = -(-rows // cut.BM), -(-facts.N // _across(cut))
     rounds = -(-down * across // programs)
-    return rows * facts.N / (rounds * programs * cut.BM * cut.BN)
+    return rows * facts.N / (rounds * programs * cut.BM * _across(cut))
 
 
 def strip_candidates(strip: Strip, unit: int, holds: bool, full: bool) -> list[Strip]:

@@ -40,13 +40,13 @@ MODES = ("off", "first", "full")
 MOST = 16  # kernels that are compiled at a time
 SPILL = 128  # bytes a thread; candidates that spill more are out
 OF_KERNEL = {"first": 0.4, "full": 2.0}  # seconds of measuring, in turns
-BY_ITSELF = {"first": 0.2, "full": 0.4}  # seconds of each of the fastest: clocks settle in 0.15
+BY_ITSELF = {"first": 0.25, "full": 0.5}  # seconds of each of the fastest: clocks settle in 0.15
 NEAR = 1.15  # times the fastest one's time in turns: what takes more has lost
 SAME = 1.015  # times the fastest one's time by itself: what scatters no more, turns decide
 COMPILING = {"first": 45.0, "full": 300.0}  # seconds of compilation for a plan
 LAUNCHING = 30.0  # seconds beyond measuring after which a kernel counts as hanging
-# Of so many kernels so many are done; the title of the last, and its entry if it has one.
 Times = list[float | str]  # µs of each candidate, or why there are none
+# Of so many kernels so many are done; the title of the last, and its entry if it has one.
 Tell = Callable[[int, int, str, Mapping[str, Any]], None]
 _decided: dict[str, Choice] = {}
 _telling: list[Tell] = []
@@ -274,6 +274,7 @@ def _entry(contest: Contest, times: Times, alone: Times, how: str) -> dict[str, 
     least = min(float(deciding[n]) for n in finished)
     best = min((n for n in finished if float(deciding[n]) <= SAME * least), key=times.__getitem__)
     entry = records.entry_of(contest.choices[best], named, contest.title)
+    entry["fastest"] = _named(contest.choices[best])
     if deciding is alone:
         entry["alone"] = {_named(contest.choices[n]): alone[n] for n in finished}
     return entry | {"full": how == "full"}

@@ -18,11 +18,11 @@ import torch
 Key = TypeVar("Key", bound=Hashable)
 Run = Callable[[], None]
 SAMPLE = 2.0  # milliseconds of launches between two events
-MOST = 20  # launches between two events
+MOST = 20  # launches between two events, in turns
 BACKLOG = 2_000_000  # cycles that the GPU waits, so that the host is ahead of it
 FEWEST = 3  # rounds, however long they take
 SETTLES = 0.6  # of the time that a call has by itself, until its clock has settled
-SAMPLES = 20  # of a call by itself
+SAMPLES, LEAST = 20, 5  # of a call by itself: fewer only where one call fills a sample
 ORDER = random.Random()  # of its own: Python's is the caller's
 
 
@@ -49,12 +49,13 @@ def timed_alone(runs: Mapping[Key, Run], seconds: float) -> dict[Key, float]:
     """The median time of each in microseconds once its clock has settled, one after the other."""
     found = {}
     for key, run in runs.items():
-        sample = 1e3 * seconds / len(runs) / SAMPLES
-        count = max(1, min(MOST, round(sample / _once(run))))
+        fitting = 1e3 * seconds / len(runs) / _once(run)
+        samples = max(LEAST, min(SAMPLES, round(fitting / 2)))  # each begins with one call more
+        count = max(1, round(fitting / samples) - 1)
         torch.cuda._sleep(BACKLOG)
-        pairs = [_between_events(run, count) for _ in range(SAMPLES)]
+        pairs = [_between_events(run, count) for _ in range(samples)]
         torch.cuda.synchronize()
-        settled = pairs[int(SETTLES * SAMPLES) :]
+        settled = pairs[int(SETTLES * samples) :]
         times = [first.elapsed_time(last) / count * 1e3 for first, last in settled]
         found[key] = statistics.median(times)
     return found
