@@ -98,6 +98,7 @@ def in_graph(node):
     return node.args[0] if "_backend_from_string" in str(node.target) else ""
 
 
+@pytest.mark.slow
 def test_a_compiled_call_takes_what_is_known_in_one_graph(watch, monkeypatch):
     first = []
 

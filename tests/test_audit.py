@@ -78,6 +78,7 @@ def test_products_of_other_families_do_so_too(kind):
 
 
 @pytest.mark.parametrize("run", [traced, compiled])
+@pytest.mark.slow
 def test_attention_takes_two_products_forward_and_five_backward(run):
     with fake():
         step = run(parts(subject().before())["layer"])
@@ -255,6 +256,7 @@ def test_a_program_is_the_kernels_that_explain_shows():
         assert sorted(x.bytes for x in own) == expected
 
 
+@pytest.mark.slow
 def test_the_layers_of_cadenza_move_less():
     moved = {
         name: sum(x.bytes for x in each(variant[0].step, "memory"))

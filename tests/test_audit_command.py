@@ -43,6 +43,7 @@ def found(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_configuration_as_data_and_as_a_page(folder, capsys):
     words = ("--hours", "1000", "--price", "2.5", "--gpu", "h200", "--html", "page.html")
     data = found(capsys, str(folder), *words)

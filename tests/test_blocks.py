@@ -43,7 +43,11 @@ def results(function, arguments, upstream):
     return outputs | {f"d {name}": g for name, g in gradients.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
+DTYPES = [torch.float32, torch.bfloat16, HALF]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_error_is_at_most_twice_torch_in_the_same_dtype(name, dtype):
     block, arguments = BUILT_IN[name], cast(operands(name, 33), dtype)

@@ -57,6 +57,7 @@ def ours(graph):
     return [n for n in graph.graph.nodes if "cadenza" in str(n.target)]
 
 
+@pytest.mark.slow
 def test_compiled_autograd_sees_an_eager_calls_backward_as_one_operation():
     graphs, operands = [], CASES["tuple"].operands((3, 5))
     expected = gradients(mlp(**operands), operands)

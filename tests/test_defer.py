@@ -324,6 +324,7 @@ def test_switching_rules_off_changes_no_value(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.slow
 def test_switching_a_rule_off_never_moves_fewer_bytes(name, monkeypatch):
     made = large_call(name)
     moved = {}

@@ -185,6 +185,7 @@ def assigned(function):
 
 @pytest.mark.parametrize("gpu", ["h100", "a100"])
 @pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.slow
 def test_emitted_modules_read_well(name, gpu):
     target = find_target(name)
     pair = compile_program(

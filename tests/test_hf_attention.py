@@ -33,6 +33,7 @@ def accelerated(family="llama", **options):
 
 
 @each_family
+@pytest.mark.slow
 def test_a_plain_batch_runs_on_what_was_chosen(family, ran):
     model, twin = accelerated(family)
     found, preferred = outcome(model, **batch(4, 20)), names(ran)

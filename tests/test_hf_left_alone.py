@@ -102,6 +102,7 @@ def test_a_wrapped_projection_is_left_alone_with_one_warning(path, replaced, kin
 
 @pytest.mark.parametrize("family", ["gemma2", "olmo2", "phi3", "gpt2"])
 @pytest.mark.parametrize("place", ["output", "down", "projections", "up"])
+@pytest.mark.slow
 def test_parts_of_every_form_are_left_alone_one_by_one(family, place):
     from cadenza.integrations.hf.recognise import plan_of
 

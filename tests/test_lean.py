@@ -114,6 +114,7 @@ def test_second_backward_is_equal_and_double_backward_raises(reduction):
         (second[0].sum() + second[1].sum()).backward()
 
 
+@pytest.mark.slow
 def test_torch_compile_without_recompiling_when_rows_change():
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

@@ -164,6 +164,7 @@ def test_23_no_kernel_adds_in_an_order_of_chance():
 
 
 @pytest.mark.parametrize("make", MAKES)
+@pytest.mark.slow
 def test_27_a_layer_under_autocast_has_the_dtypes_of_its_twin(make):
     layer, twin = (module.float() for module in pair(make))
     x = torch.randn(2, 5, 16, requires_grad=True)

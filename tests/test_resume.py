@@ -31,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("short_samples")
 # Going on
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_unbroken_one_bit_by_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "VALIDATE_EVERY", 4)
     assert train(tmp_path / "whole", "--steps", 14) == 0

@@ -87,6 +87,7 @@ def test_a_build_that_connects_would_fail():
     assert "the build asks for socket." in done.stderr
 
 
+@pytest.mark.slow
 def test_every_page_is_built(site):
     built = {path.name for path in site.glob("*.html")}
     assert {path.stem + ".html" for path in ROOT.glob("docs/*.md")} <= built

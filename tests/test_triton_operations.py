@@ -168,6 +168,7 @@ def test_structures_in_epilogues(name, cut):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_cases_forward_and_backward(name):
     for trial in trials(CASES[name].program(), CASES[name].tensors(5, torch.float32)):
         check(trial)

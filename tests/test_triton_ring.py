@@ -25,6 +25,9 @@ from cadenza.backends.triton.templates import device, gluon_device
 OF_RING = ("ring", "produce", "products", "_after", "_bring_right", "_turned", "_waited")
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 class Deadlock(Exception):
     """Nobody can go on."""
 
@@ -257,7 +260,7 @@ def check(launch, depth, pairs):
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("depth", [16, 64, 200, 320])
+@pytest.mark.parametrize("depth", [16, slow(64), 200, slow(320)])
 @pytest.mark.parametrize("function", [linear, swiglu])
 def test_every_tile_is_the_sum_of_its_own_steps(function, depth, cut):
     launch = again(of_function(function, x=("M", depth), w=(512, depth)), cut)

@@ -198,6 +198,7 @@ def worker(monkeypatch):
     made.end()
 
 
+@pytest.mark.slow
 def test_a_worker_says_and_answers(worker):
     heard = []
     assert worker.ask(Answers((1, 2), "done"), 60, heard.append) == "done"

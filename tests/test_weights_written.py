@@ -58,7 +58,7 @@ def wanted_of(module, inputs, name):
     return [inputs[0]] if name == "x" else [inputs[0], *weights]
 
 
-@pytest.mark.parametrize("wanted", ["x", "all"])
+@pytest.mark.parametrize("wanted", [pytest.param("x", marks=pytest.mark.slow), "all"])
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("state", STATES)
 def test_no_weight_of_a_layer_is_written_to_unseen(state, context, wanted):
@@ -93,6 +93,7 @@ SLOW_FAMILIES = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2"
 
 @pytest.mark.parametrize("base", ["frozen", "trained"])
 @pytest.mark.parametrize("family", ["llama", *SLOW_FAMILIES])
+@pytest.mark.slow
 def test_no_weight_of_an_accelerated_model_is_written_to_unseen(family, base):
     """One projection is wrapped, and left alone with those beside it."""
     x = torch.randn(2, 40, 64, requires_grad=True)
