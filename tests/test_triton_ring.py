@@ -137,7 +137,7 @@ class Pretended:
             init=self.init, wait=self.wait, arrive=self.arrive, expect=self.expect,
             MBarrierLayout=object,
         )  # fmt: skip
-        self.tma = SimpleNamespace(async_copy_global_to_shared=self.copy)
+        self.bring = self.copy
         self.pending = {}
 
     def allocate(self, dtype, shape, layout):

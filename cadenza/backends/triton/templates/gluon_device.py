@@ -42,6 +42,8 @@ __all__ = [
     "store", "store_vector", "tanh", "tile_at", "uniform", "wrapped",
 ]  # fmt: skip
 
+# Newer releases of Triton have another name for it.
+bring = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 BLOCK = gl.constexpr(64)  # rows that one instruction multiplies
 COLUMNS = gl.constexpr(128)  # of a tile
 # A warp keeps the 16 rows that it has in the accumulator, so arranging needs no barrier; a thread
@@ -294,9 +296,9 @@ def _bring_right(
     """A step of the right operand: a run of 128 columns, or with PAIRS two of 64 of a half."""
     if PAIRS == 0:
         if TB:
-            tma.async_copy_global_to_shared(b, [j * COLUMNS, k], full, stage)
+            bring(b, [j * COLUMNS, k], full, stage)
         else:
-            tma.async_copy_global_to_shared(b, [k, j * COLUMNS], full, stage)
+            bring(b, [k, j * COLUMNS], full, stage)
     else:
         HALF: gl.constexpr = COLUMNS // 2
         start = j * HALF
@@ -306,10 +308,10 @@ def _bring_right(
             column = start + part * PAIRS
             if TB:
                 at = stage.slice(part * HALF, HALF, 0)
-                tma.async_copy_global_to_shared(b, [column, k], full, at)
+                bring(b, [column, k], full, at)
             else:
                 at = stage.slice(part * HALF, HALF, 1)
-                tma.async_copy_global_to_shared(b, [k, column], full, at)
+                bring(b, [k, column], full, at)
 
 
 @gluon.jit
@@ -335,9 +337,9 @@ def produce(
                 row = i * BM + block * BLOCK
                 at = a_stages.index(stage * BLOCKS + block)
                 if TA:
-                    tma.async_copy_global_to_shared(a, [k, row], full.index(stage), at)
+                    bring(a, [k, row], full.index(stage), at)
                 else:
-                    tma.async_copy_global_to_shared(a, [row, k], full.index(stage), at)
+                    bring(a, [row, k], full.index(stage), at)
             for side in gl.static_range(ABREAST):
                 at = b_stages.index(stage * ABREAST + side)
                 _bring_right(b, at, full.index(stage), j * ABREAST + side, k, TB, PAIRS, WHOLE)
