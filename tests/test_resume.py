@@ -28,6 +28,14 @@ ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.usefixtures("short_samples")
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """Ctrl-C is heard, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 # Going on
 
 
