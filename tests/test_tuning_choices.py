@@ -101,7 +101,14 @@ def test_one_of_a_kind_goes_on(monkeypatch):
     assert choices._finalists(kinds, [2.0, 1.9, 2.1]) == [1, 2]
     assert choices._finalists(kinds, [2.0, 1.9, 2.5]) == [1]
     assert choices._finalists(kinds, ["spilled", "spilled", 2.5]) == [2]
+    tiles = [Configuration(size, 128) for size in (16, 32, 64, 128)]
+    assert choices._finalists(tiles, [2.3, 2.2, 2.1, 2.0]) == [1, 2, 3], "the fastest go on"
     assert choices._finalists([Strip(BM=8), Strip(BM=4)], [2.0, 1.9]) == [1]
+
+
+def test_a_kernel_is_measured_for_a_second_at_most():
+    together = choices.OF_KERNEL["first"] + choices.FINALISTS * choices.BY_ITSELF["first"]
+    assert together <= 1.0
 
 
 def test_full_measures_again_what_was_measured_in_short(monkeypatch):
