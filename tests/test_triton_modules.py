@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.backends.triton import launch, modules
+from cadenza.backends.triton import modules, settings
 
 TEXT = '"""F1: acc1 = y @ wo.T  [M, 64]"""\n\nSIGN = "é"\n\n\ndef kernel():\n    return {}\n'
 ROOT = Path(__file__).resolve().parent.parent
@@ -269,11 +269,58 @@ def test_kernels_are_kept_where_they_were_before_torch_compile_moved_the_cache(m
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     before = knobs.cache.dir
     monkeypatch.setenv("TRITON_CACHE_DIR", "/moved")
-    monkeypatch.setattr(launch, "TRITON_CACHE", None)
+    monkeypatch.setitem(settings.TRITON_LOADED, "TRITON_CACHE_DIR", None)
     assert knobs.cache.dir == "/moved"
-    with launch.cache_as_loaded():
+    with settings.as_loaded():
         assert knobs.cache.dir == before
     assert knobs.cache.dir == os.environ["TRITON_CACHE_DIR"] == "/moved"
-    monkeypatch.setattr(launch, "TRITON_CACHE", "/chosen")
-    with launch.cache_as_loaded():
+    monkeypatch.setitem(settings.TRITON_LOADED, "TRITON_CACHE_DIR", "/chosen")
+    with settings.as_loaded():
         assert knobs.cache.dir == "/chosen"
+
+
+@pytest.fixture
+def assembler(monkeypatch, tmp_path):
+    """Another assembler than Triton's, as torch.compile names its own to the whole process."""
+    from triton.backends.nvidia import compiler
+
+    place = tmp_path / "ptxas"
+    place.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.9, V11.9.1'\n")
+    place.chmod(0o755)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(place))
+    for name in settings.TRITON_LOADED:
+        monkeypatch.setitem(settings.TRITON_LOADED, name, None)
+    yield place
+    compiler.get_ptxas_version.cache_clear()
+
+
+def key() -> str:
+    """What of a kernel's key depends on the assembler."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    return str(make_backend(GPUTarget("cuda", 80, 32)).hash())
+
+
+def test_kernels_are_assembled_as_before_torch_compile_named_its_assembler(assembler, monkeypatch):
+    from triton import knobs
+
+    with settings.as_loaded():
+        assert "11.9" not in key()
+        assert knobs.nvidia.ptxas.path != str(assembler)
+        assert "TRITON_PTXAS_PATH" not in os.environ
+    assert "11.9" in key(), "Triton remembers the version of an assembler that is not used any more"
+    assert knobs.nvidia.ptxas.path == os.environ["TRITON_PTXAS_PATH"] == str(assembler)
+    monkeypatch.setattr(knobs.nvidia, "libdevice_path", "/torch")
+    with settings.as_loaded():
+        assert knobs.nvidia.libdevice_path is None
+    assert knobs.nvidia.libdevice_path == "/torch"
+
+
+def test_an_assembler_of_ones_own_is_used(assembler, monkeypatch):
+    monkeypatch.setitem(settings.TRITON_LOADED, "TRITON_PTXAS_PATH", str(assembler))
+    with settings.as_loaded():
+        assert os.environ["TRITON_PTXAS_PATH"] == str(assembler)
+    assert settings.loaded({"A": "b", "TRITON_PTXAS_PATH": "/moved", "TRITON_CACHE_DIR": "/m"}) == {
+        "A": "b", "TRITON_PTXAS_PATH": str(assembler),
+    }  # fmt: skip

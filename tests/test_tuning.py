@@ -15,11 +15,11 @@ import torch
 from tuning_place import HOPPER, place, plans, settled
 from tuning_tasks import Answers, Dying, Hanging
 
+from cadenza.backends.triton import settings
 from cadenza.backends.triton.compiled import Report
 from cadenza.backends.triton.configuration import Configuration, Facts, Strip
 from cadenza.backends.triton.target import Target
 from cadenza.backends.triton.tuning import candidates, contests, records, timing
-from cadenza.backends.triton.tuning import workers as tuning_workers
 from cadenza.backends.triton.tuning.recipes import KernelCall, ProductCall, views
 from cadenza.backends.triton.tuning.worker import COMPILE, Compile
 from cadenza.backends.triton.tuning.workers import Hangs, Worker, Workers
@@ -228,7 +228,7 @@ def test_workers_keep_kernels_there_too(monkeypatch, chosen):
 
     monkeypatch.setattr(subprocess, "Popen", Process)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/moved")
-    monkeypatch.setattr(tuning_workers, "TRITON_CACHE", chosen)
+    monkeypatch.setitem(settings.TRITON_LOADED, "TRITON_CACHE_DIR", chosen)
     Worker(COMPILE)
     assert made.get("TRITON_CACHE_DIR") == chosen
 

@@ -24,8 +24,14 @@ from cadenza.core.plan_text import PairText
 Tensor = torch.Tensor
 NAMES = ("auto", "reference", "triton")
 NOTHING: Mapping[int, Tensor] = MappingProxyType({})
-# Where Triton keeps compiled kernels: torch.compile's first use moves it for the whole process.
-TRITON_CACHE = os.environ.get("TRITON_CACHE_DIR")
+# Of Triton's settings those that torch.compile's first use changes for the whole process.
+TRITON_LOADED = {
+    name: os.environ.get(name)
+    for name in (
+        "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH",
+        "TRITON_LIBDEVICE_PATH",
+    )
+}  # fmt: skip
 log = logging.getLogger("cadenza")
 if os.environ.get("CADENZA_LOG"):  # debug, info, warning: said on standard error
     log.setLevel(os.environ["CADENZA_LOG"].upper())

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import cache, partial
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -121,6 +122,7 @@ def _measured(call: Call, seconds: float) -> Times:
     runs: dict[str, Callable[[], None]] = {}
     race = _Race(call)
     for name in (OWN, *KERNELS):
+        start = perf_counter()
         try:
             race.check(name)
             race.run(name)
@@ -128,6 +130,7 @@ def _measured(call: Call, seconds: float) -> Times:
             runs[name] = partial(race.run, name)
         except RuntimeError as error:
             found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        log.debug("attention, %s: a first run took %.2f s", name, perf_counter() - start)
     found.update(timed(runs, seconds))
     return found
 

@@ -117,12 +117,18 @@ def test_another_process_measures_nothing(dtype, place, cache):
 
 @pytest.mark.alone
 @each_low
-def test_measuring_takes_a_moment(dtype, place, cache):
+def test_measuring_takes_a_moment(dtype, place, cache, monkeypatch):
     qkv = torch.empty(4, 4096, 48 * 128, dtype=dtype, device=place.device)
     torch.cuda.synchronize()
     start = time.perf_counter()
     chosen(qkv, Heads(32, 8, 128))
-    assert time.perf_counter() - start < 2.0  # half of it to make cuDNN's plans, on a slow host
+    print(f"with loading kernels and making plans: {time.perf_counter() - start:.2f} s")
+    forget(monkeypatch)
+    records.path(TABLE).unlink()
+    start = time.perf_counter()
+    chosen(qkv, Heads(32, 8, 128))
+    assert time.perf_counter() - start < 1.0
+    assert records.read(TABLE), "nothing was measured"
     start = time.perf_counter()
     for _ in range(1000):
         chosen(qkv, Heads(32, 8, 128))

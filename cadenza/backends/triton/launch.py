@@ -12,13 +12,12 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from cadenza.backends import TRITON_CACHE
+from cadenza.backends.triton.settings import as_loaded
 from cadenza.core.errors import BackEndError
 
 log = logging.getLogger("cadenza")
@@ -55,20 +54,6 @@ NOT_CAPTURED = (
 Argument = Tensor | int | Descriptor
 
 
-@contextmanager
-def cache_as_loaded() -> Iterator[None]:
-    """Inside, Triton's cache is where it was when the package was loaded.
-
-    torch.compile gives the process another folder when it first compiles a kernel: without this, a
-    kernel would be looked for where neither another process nor an earlier run has put it.
-    """
-    from triton import knobs
-
-    with knobs.cache.scope():
-        knobs.cache.dir = TRITON_CACHE or knobs.cache.get_triton_dir("cache")
-        yield
-
-
 def _key(value: Argument) -> int:
     """What Triton specialises an argument by: whether it divides by 16, whether it is 1."""
     if isinstance(value, int):
@@ -102,7 +87,7 @@ class Launcher:
         if key not in self._known and torch.cuda.is_current_stream_capturing():
             raise BackEndError(NOT_CAPTURED)
         start = time.perf_counter()
-        with torch.cuda.device(device), cache_as_loaded():
+        with torch.cuda.device(device), as_loaded():
             kernel = self._public(grid, arguments)
         taken = time.perf_counter() - start
         if taken > TOLD:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cadenza.backends import TRITON_CACHE
+from cadenza.backends.triton import settings
 from cadenza.backends.triton.tuning.worker import send
 
 Hear = Callable[[Any], None]
@@ -44,9 +44,8 @@ class Worker:
     """One process."""
 
     def __init__(self, kind: str) -> None:
-        other = ("TRITON_INTERPRET", "TRITON_CACHE_DIR")
-        environment = {k: v for k, v in os.environ.items() if k not in other}
-        environment |= {"TRITON_CACHE_DIR": TRITON_CACHE} if TRITON_CACHE else {}
+        environment = settings.loaded(os.environ)
+        environment.pop("TRITON_INTERPRET", None)
         paths = [str(ROOT), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
         environment |= {"OMP_NUM_THREADS": "1", "CADENZA_TUNE": "off"}
