@@ -4,6 +4,10 @@ One operation a program in the captured graph, the results of eager mode bit by 
 anew when the number of rows changes, and always one when a constant does.
 """
 
+import logging
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 from citizens import CASES, RUN, RUN_BACKWARD, K, N, gradients, mlp, same, summary, tensor, values
@@ -11,6 +15,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import cadenza as cz
 from cadenza import block, epilogue
 from cadenza import lang as L
 
@@ -342,3 +347,39 @@ def test_export_keeps_the_operation_and_any_number_of_rows(strict):
     for count in (5, 3, N):
         x, index = tensor(count, K, grad=False), torch.randint(N, (count,))
         assert same(exported.module()(x, index), module(x, index))
+
+
+# --- Inductor -------------------------------------------------------------------------------------
+
+
+def test_every_operation_is_one_that_inductor_is_told_of():
+    package = Path(cz.__file__).parent
+    others = [p.name for p in package.rglob("*.py") if "register_fake(" in p.read_text()]
+    assert others == ["fakes.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lean", [False, True])
+def test_inductor_knows_operations_before_it_meets_them(lean):
+    """Else some releases write down, for a log, all that their operands are computed from."""
+    told = logging.getLogger("torch._inductor.graph")
+    heard, handler = [], logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    from torch._inductor.lowering import lowerings
+
+    known = {op for op in lowerings if "cadenza" in str(op)}
+    for op in known:
+        del lowerings[op]
+    level = told.level
+    told.addHandler(handler)
+    told.setLevel(logging.INFO)
+    try:
+        x, w = (torch.randn(8, 16, requires_grad=True) for _ in range(2))
+        rows = torch.arange(8)
+        loss = partial(cz.ops.linear_cross_entropy, lean=lean)
+        torch.compile(lambda: loss(torch.tanh(x), w, rows))().backward()
+    finally:
+        told.removeHandler(handler)
+        told.setLevel(level)
+    assert [op for op in lowerings if "cadenza" in str(op)]
+    assert not [text for text in heard if "implicit fallback" in text and "cadenza" in text]

@@ -8,6 +8,7 @@ import itertools
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import planned
@@ -92,7 +93,7 @@ def recorded(direct=Direct, usable=True):
 
 def test_a_recording_becomes_addresses_relative_to_bases():
     recording, x, _, out = recorded()
-    found = replay(recording, [x], [out], DEVICE)
+    found = replay(recording, [x], [out], [2], DEVICE)
     first, second = found.launches
     assert first.template == (None, 4, 8, 8, 1, None, 8, None, None)
     assert [m[:4] for m in first.maps] == [(0, 1, 0, 0)]  # the input
@@ -104,7 +105,7 @@ def test_a_recording_becomes_addresses_relative_to_bases():
 def test_addresses_that_come_back_are_put_in_once():
     direct = Direct()
     recording, x, _, out = recorded(lambda: direct)
-    found = replay(recording, [x], [out], DEVICE)
+    found = replay(recording, [x], [out], [2], DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
         for bases in [(1000, 1, 2), (1000, 1, 2), (1000, 3, 2)]:
@@ -127,13 +128,35 @@ def test_a_replay_gives_new_outputs_of_inputs_at_addresses(allocate, monkeypatch
     monkeypatch.setattr(repeating, "_empty", empty)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
-    found = replay(recording, [x], [out], DEVICE)
+    found = replay(recording, [x], [out], [2], DEVICE)
     (first,), (second,) = found([1000]), found([1000])
     assert first.data_ptr() != second.data_ptr()
     for made, launched in ((first, direct.launched[1]), (second, direct.launched[3])):
         assert (made.shape, made.stride(), made.dtype) == (out.shape, out.stride(), out.dtype)
         assert launched[6] == made.data_ptr()
     assert direct.launched[0][5] == "map of 1000"
+
+
+def test_launches_that_some_outputs_need_are_made_first(monkeypatch):
+    """The first output after one of two launches; the workspace lives until all are made."""
+    direct, (x, out, other) = Direct(), (torch.zeros(4, 8) for _ in range(3))
+    launches = [(Launcher(direct), (1, 1), [x, out]), (Launcher(direct), (2, 1), [out, other])]
+    recording = Recording([out, other])
+    for launch_made, value in zip(launches, "ab", strict=True):
+        recording.launches.append(launch_made)
+        recording.note(["x", value] if value == "a" else ["x", "a", value])
+    assert recording.done(["a", "b", "elsewhere"]) == [1, 2, 0]
+    found = replay(recording, [x], [out, other], recording.done("ab"), DEVICE)
+    monkeypatch.setattr(repeating, "_empty", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
+    for kept, first in (((0,), 1), ((1,), 2), ((0, 1), 2), ((), 0)):
+        direct.launched.clear()
+        made, rest = found.begun([1000], kept)
+        assert len(direct.launched) == first
+        rest()
+        assert [given[0] for given in direct.launched] == [1, 2]
+        assert direct.launched[1][5:7] == tuple(m.data_ptr() for m in made)
 
 
 def on_a_cpu(empty_strided, *given, device, **named):
@@ -144,13 +167,13 @@ def on_a_cpu(empty_strided, *given, device, **named):
 
 def test_what_can_not_be_repeated():
     recording, x, _, out = recorded()
-    assert replay(recording, [x], [x], DEVICE) is None  # an input is returned
-    assert replay(recording, [x], [out, out], DEVICE) is None
-    assert replay(recording, [], [out], DEVICE) is None  # a tensor from elsewhere
+    assert replay(recording, [x], [x], [0], DEVICE) is None  # an input is returned
+    assert replay(recording, [x], [out, out], [2, 2], DEVICE) is None
+    assert replay(recording, [], [out], [2], DEVICE) is None  # a tensor from elsewhere
     recording, x, _, out = recorded(usable=False)
-    assert replay(recording, [x], [out], DEVICE) is None
+    assert replay(recording, [x], [out], [2], DEVICE) is None
     recording, x, _, out = recorded(direct=None)
-    assert replay(recording, [x], [out], DEVICE) is None
+    assert replay(recording, [x], [out], [2], DEVICE) is None
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))

@@ -101,8 +101,12 @@ def test_one_of_a_kind_goes_on(monkeypatch):
     assert choices._finalists(kinds, [2.0, 1.9, 2.1]) == [1, 2]
     assert choices._finalists(kinds, [2.0, 1.9, 2.5]) == [1]
     assert choices._finalists(kinds, ["spilled", "spilled", 2.5]) == [2]
-    tiles = [Configuration(size, 128) for size in (16, 32, 64, 128)]
-    assert choices._finalists(tiles, [2.3, 2.2, 2.1, 2.0]) == [1, 2, 3], "the fastest go on"
+    tiles = [Configuration(size, 128) for size in (8, 16, 32, 64, 128)]
+    assert choices._finalists(tiles, [2.3, 2.25, 2.2, 2.1, 2.0]) == [1, 2, 3, 4], "the fastest"
+    pairs = [Configuration(size, 128, pingpong=True) for size in (64, 128, 192, 256)]
+    given = [*pairs, Configuration(128, 128), Configuration(256, 128)]
+    times = [2.0, 2.01, 2.02, 2.03, 2.25, 2.26]
+    assert choices._finalists(given, times) == [0, 1, 2, 4], "one of each template"
     assert choices._finalists([Strip(BM=8), Strip(BM=4)], [2.0, 1.9]) == [1]
 
 

@@ -22,6 +22,7 @@ from cadenza.core.plan import Plan
 from cadenza.core.plan_text import PairText
 
 Tensor = torch.Tensor
+Rest = Callable[[], None]  # what is left of a call
 NAMES = ("auto", "reference", "triton")
 NOTHING: Mapping[int, Tensor] = MappingProxyType({})
 # Of Triton's settings those that torch.compile's first use changes for the whole process.
@@ -108,6 +109,18 @@ class Executable:
         addresses_of(self.plan, tensors)
         return put(self.reference(tensors, rows), into)
 
+    def begun(
+        self, tensors: Sequence[Tensor], rows: int, kept: Sequence[int]
+    ) -> tuple[list[Tensor], Rest]:
+        """The outputs, of which those at the positions `kept` are made, and what makes the others.
+
+        Until that has been called the inputs must stay as they are. It may never be called.
+        """
+        if self.backend != "reference" and self._by_triton(tensors[0]):
+            found: tuple[list[Tensor], Rest] = self.triton.begun(tensors, rows, kept)
+            return found
+        return self(tensors, rows), done
+
     def _by_triton(self, tensor: Tensor) -> bool:
         if self.backend == "triton":
             if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
@@ -126,6 +139,10 @@ class Executable:
         if not has_triton():
             _without_triton()
         return has_triton()
+
+
+def done() -> None:
+    """What is left of a call that is done."""
 
 
 def addresses_of(plan: Plan, tensors: Sequence[Tensor]) -> list[int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from cadenza.backends import chosen
 from cadenza.core import lang as L
 from cadenza.core.errors import ProgramError
+from cadenza.library.fakes import fake
 from cadenza.library.function import block
 from cadenza.library.operands import check_plain
 from cadenza.library.operator import check_devices
@@ -63,7 +64,7 @@ def _accumulate(gradient: Tensor, x: Tensor, dy: Tensor) -> None:
     compiled.forward_on(operands, rows.shape[0], {0: gradient})
 
 
-@torch.library.register_fake("cadenza::accumulate_weight_gradient")
+@fake("accumulate_weight_gradient")
 def _(gradient: Tensor, x: Tensor, dy: Tensor) -> None:
     return None
 

@@ -17,6 +17,7 @@ import torch
 
 from cadenza.backends import chosen
 from cadenza.library.autocast import autocast_dtype, without_autocast
+from cadenza.library.fakes import fake
 from cadenza.library.function import constant
 from cadenza.library.lean import lean_losses
 from cadenza.library.loss_arguments import (
@@ -293,7 +294,7 @@ def _sum(operands: list[Tensor], call: str, rows: int, needed: int) -> tuple[Ten
     return total, *gradients.until_backward(), losses
 
 
-@torch.library.register_fake("cadenza::cross_entropy_sum")
+@fake("cross_entropy_sum")
 def _(operands: list[Tensor], call: str, rows: int, needed: int) -> Any:
     x, gradients = operands[0], _Gradients(_named(operands, call), needed)
     total, losses = (x.new_empty(shape, dtype=wide(x)) for shape in ((), x.shape[:1]))
@@ -339,7 +340,7 @@ def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return compiled.forward_on(operands, matrix.shape[0])[0].reshape(gradient.shape)
 
 
-@torch.library.register_fake("cadenza::scaled_gradient")
+@fake("scaled_gradient")
 def _(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(gradient, dtype=dtype)
 
@@ -351,7 +352,7 @@ def _rows(operands: list[Tensor], call: str, rows: int) -> Tensor:
     return _run(batch, rows, 0)[0]
 
 
-@torch.library.register_fake("cadenza::cross_entropy_rows")
+@fake("cross_entropy_rows")
 def _(operands: list[Tensor], call: str, rows: int) -> Tensor:
     return operands[0].new_empty(operands[0].shape[0], dtype=wide(operands[0]))
 
@@ -369,7 +370,7 @@ def _rounded(gradients: _Gradients, named: Operands) -> tuple[Tensor, Tensor, Te
     return x, w.to(named["w"].dtype), bias.to(named.get("bias", w).dtype)
 
 
-@torch.library.register_fake("cadenza::cross_entropy_rows_backward")
+@fake("cross_entropy_rows_backward")
 def _(
     adjoint: Tensor, operands: list[Tensor], call: str, rows: int, needed: int
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,10 +8,13 @@ subclasses of tensors) the operation cadenza::run is called instead, which does 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
+from cadenza.backends import Rest
 from cadenza.core.ops import M
 from cadenza.library.autocast import without_autocast
 from cadenza.library.kinds import is_lazy, picker, watched
@@ -51,26 +54,60 @@ class Prepared:
         self.fixed = [p for p in range(pair.outputs) if p not in pair.differentiable]
         self.kept = picker([len(places) + v if isinstance(v, int) else places[v]
                             for v in pair.values])  # fmt: skip
+        self.saved = [v for v in pair.values if isinstance(v, int)]
         self.backward = _Backward(specialization, self.rows, places, tensors, made)
 
     def __call__(self, tensors: Tensors) -> Any:
         """What the author's function returns, of the operands in order."""
-        outputs = _apply(self, *tensors) if self.needed else self.run(tensors)
+        if not self.needed:
+            outputs = self.run(tensors)
+        elif _hooks(True) is None:
+            outputs = _apply(self, None, *tensors)
+        else:
+            outputs = self._saved_first(tensors)
         if self.structure == "value":
             return outputs[0]
         if self.structure == "tuple":
             return tuple(outputs)
         return dict(zip(self.labels, outputs, strict=True))
 
-    def run(self, tensors: Tensors) -> list[Tensor]:
-        """The outputs, then what is saved. Nothing is recorded."""
+    def _saved_first(self, tensors: Tensors) -> tuple[Tensor, ...]:
+        """The outputs of a call whose saved values torch hands to hooks.
+
+        A checkpointed layer that runs again ends, by an exception, where it has handed over the
+        last of them: what only its outputs need is not computed a second time.
+        """
+        later: list[Rest] = []
+        outputs: tuple[Tensor, ...] = _apply(self, later, *tensors)
+        with torch.no_grad(), without_autocast(tensors[0]) if self.autocast else nullcontext():
+            for rest in later:
+                rest()
+        return outputs
+
+    def run(self, tensors: Tensors, later: list[Rest] | None = None) -> list[Tensor]:
+        """The outputs, then what is saved. Nothing is recorded.
+
+        Into `later` goes what makes those that are not saved.
+        """
         matrices: Sequence[Tensor] = self.inputs(tensors)
         if self.flattened:
             matrices = _reshaped(matrices, self.flattened)
-        results = _without_autocast(self.plan, matrices, self.rows, self.autocast)
+        plan = self.plan if later is None else partial(self._begun, later)
+        results = _without_autocast(plan, matrices, self.rows, self.autocast)
         for position, shape in self.unflattened:
             results[position].resize_(*shape)  # not a view, into which autograd lets nobody write
         return results
+
+    def _begun(self, later: list[Rest], matrices: Sequence[Tensor], rows: int) -> list[Tensor]:
+        results: list[Tensor]
+        results, rest = self.plan.begun(matrices, rows, self.saved)
+        later.append(partial(_with, rest, matrices))
+        return results
+
+
+def _with(rest: Rest, matrices: Sequence[Tensor]) -> None:
+    """Does what is left of a call, whose inputs live until then."""
+    rest()
 
 
 class _Backward:
@@ -134,8 +171,10 @@ class _Run(torch.autograd.Function):
     """A program with gradients: its forward plan, and later its backward plan."""
 
     @staticmethod
-    def forward(ctx: Any, prepared: Prepared, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results = prepared.run(tensors)
+    def forward(
+        ctx: Any, prepared: Prepared, later: list[Rest] | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        results = prepared.run(tensors, later)
         kept: Sequence[Tensor] = prepared.kept((*tensors, *results))
         ctx.prepared, ctx.counts = prepared, None
         if any_joined(tensors):
@@ -150,11 +189,13 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         values, counts = ctx.saved_tensors, ctx.counts
         whole = values if counts is None else rejoined(values, counts)
-        return None, *ctx.prepared.backward(whole, gradients)
+        return None, None, *ctx.prepared.backward(whole, gradients)
 
 
 # Without autograd.Function's own look for what `watched` and the kinds of calls have ruled out.
 _apply: Any = super(torch.autograd.Function, _Run).apply
+# The hooks that torch hands saved values to, None without any; an older torch has always some.
+_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: ())
 
 
 def _unlike(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cadenza.library.autocast import without_autocast
+from cadenza.library.fakes import fake
 from cadenza.library.loss_batch import (
     Batch,
     by_operand,
@@ -116,7 +117,7 @@ def _lean(operands: list[Tensor], call: str, size: int) -> tuple[Tensor, Tensor,
     return losses[:, 0], statistics[0][:, 0], statistics[1][:, 0]
 
 
-@torch.library.register_fake("cadenza::cross_entropy_lean")
+@fake("cross_entropy_lean")
 def _(operands: list[Tensor], call: str, size: int) -> Any:
     x = operands[0]
     return tuple(x.new_empty(x.shape[0], dtype=wide(x)) for _ in range(3))
@@ -167,7 +168,7 @@ def _add_chunk(
         gradients["bias"][part] = found["bias"][0]
 
 
-@torch.library.register_fake("cadenza::cross_entropy_lean_backward")
+@fake("cross_entropy_lean_backward")
 def _(
     adjoint: Tensor,
     operands: list[Tensor],

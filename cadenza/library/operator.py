@@ -15,6 +15,7 @@ from cadenza.core.errors import CadenzaError, ProgramError
 from cadenza.core.ir import Graph
 from cadenza.core.ops import M
 from cadenza.library.autocast import without_autocast
+from cadenza.library.fakes import fake
 from cadenza.library.operands import Operands, as_matrix
 from cadenza.library.specialize import BY_DIGEST, Call, Specialization, Specializations
 from cadenza.library.weights import parted, rejoined
@@ -90,7 +91,7 @@ def run(program: str, tensors: list[Tensor], call: str, needed: int, content: st
     return [reshape(r, shape) for r, (shape, _) in zip(results, shapes, strict=True)]
 
 
-@torch.library.register_fake("cadenza::run")
+@fake("run")
 def _(program: str, tensors: list[Tensor], call: str, needed: int, content: str) -> list[Tensor]:
     specialization, operands = find(program, tensors, call, needed)
     shapes = output_shapes(specialization, operands)
@@ -125,7 +126,7 @@ def gradients_of(
     return results
 
 
-@torch.library.register_fake("cadenza::run_backward")
+@fake("run_backward")
 def _(program: str, values: list[Tensor], adjoints: list[Tensor], rows: Any) -> list[Tensor]:
     graph = _backward_graph(BY_DIGEST[program])
     like = (values + adjoints)[0]

@@ -145,9 +145,9 @@ class Launches:
             self.made.append((launcher, grid, arguments, device))
             launched(launcher, grid, arguments, device)
 
-        def repeat(replay: Replay, bases: Any) -> None:
-            self.replayed += len(replay.launches)
-            replayed(replay, bases)
+        def repeat(replay: Replay, bases: Any, *which: Any) -> None:
+            self.replayed += len(replay.launches[slice(*which or (None,))])
+            replayed(replay, bases, *which)
 
         patch.setattr(Launcher, "__call__", launch)
         patch.setattr(Replay, "_run", repeat)

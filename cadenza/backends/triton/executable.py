@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cadenza.backends import NOTHING, addresses_of, put
+from cadenza.backends import NOTHING, Rest, addresses_of, done, put
 from cadenza.backends.steps import Owner
 from cadenza.backends.triton.launch import NOT_CAPTURED
 from cadenza.backends.triton.memory import Memory
@@ -93,11 +93,7 @@ class Executable:
             memory.places = self._over([tensors[p] for p in spent], spent)
             return self._stepwise(tensors, memory, into)
         tf32 = self.single and torch.backends.cuda.matmul.allow_tf32
-        bits = 0
-        for address in addresses:
-            bits |= address
-        aligned = bits % 16 == 0 or tuple([address % 16 == 0 for address in addresses])
-        key = (rows, device.index, tf32, aligned, tuple([t.stride() for t in tensors]))
+        key = _layout(tensors, addresses, rows, tf32)
         replay = self.replays.get(key)
         own_places = into or spent
         if replay is not None and not own_places:
@@ -112,20 +108,79 @@ class Executable:
         if memory.recording is not None and apart:  # else it wouldn't tell these inputs apart
             if len(self.replays) >= KEPT_REPLAYS:
                 self.replays.pop(next(iter(self.replays)))
-            self.replays[key] = make_replay(memory.recording, tensors, outputs, device)
+            done = memory.recording.done(self.plan.graph.outputs)
+            self.replays[key] = make_replay(memory.recording, tensors, outputs, done, device)
         return outputs
+
+    def begun(
+        self, tensors: Sequence[Tensor], rows: int, kept: Sequence[int]
+    ) -> tuple[list[Tensor], Rest]:
+        """The outputs, of which those at the positions `kept` are made, and what makes the others.
+
+        That is nothing where the steps are not known yet: then all are made.
+        """
+        addresses = addresses_of(self.plan, tensors)
+        if rows == 0 or self.wide:
+            return self(tensors, rows), done
+        device = tensors[0].device
+        if tensors[0].is_cuda:
+            tf32 = self.single and torch.backends.cuda.matmul.allow_tf32
+            key = _layout(tensors, addresses, rows, tf32)
+            replay = self.replays.get(key)
+            if replay is not None:
+                return replay.begun(addresses, kept)
+            if key not in self.replays:
+                return self(tensors, rows), done
+            self.target = replace(Target.of(device), tf32=tf32)
+            self._choose(tensors, rows)
+        else:
+            self.target = Target.of(device)
+        return self._begun_stepwise(tensors, Memory(rows, device), kept)
+
+    def _begun_stepwise(
+        self, tensors: Sequence[Tensor], memory: Memory, kept: Sequence[int]
+    ) -> tuple[list[Tensor], Rest]:
+        graph, program = self.plan.graph, self.program
+        wanted = {graph.outputs[p] for p in kept if graph.outputs[p].inputs}
+        later = [p for p in range(len(graph.outputs)) if p not in kept]
+        made = {p: self._empty(memory, graph.outputs[p]) for p in later}
+        # As matrices of their own: a caller may give an output another shape meanwhile.
+        places = {p: tensor.detach() for p, tensor in made.items()}
+        self._begin(tensors, memory, places)
+        steps = iter(program.steps)
+        while not wanted <= memory.values.keys():
+            next(steps).run(memory)
+        owner = Owner([*tensors, *made.values()])
+        for position in kept:
+            output = graph.outputs[position]
+            made[position] = owner.own(self._output(memory, output), program.dtypes[output])
+
+        def rest() -> None:
+            for step in steps:
+                step.run(memory)
+            put([self._output(memory, o) for o in graph.outputs], places)
+
+        return [made[p] for p in range(len(graph.outputs))], rest
+
+    def _empty(self, memory: Memory, node: Node) -> Tensor:
+        shape = [memory.size(d) for d in node.type[:2]]
+        return torch.empty(shape, dtype=self.program.dtypes[node], device=memory.device)
+
+    def _begin(self, tensors: Sequence[Tensor], memory: Memory, into: Mapping[int, Tensor]) -> None:
+        memory.places |= {self.plan.graph.outputs[p]: place for p, place in into.items()}
+        for node, tensor in zip(self.plan.graph.inputs, tensors, strict=True):
+            memory.values[node] = tensor.reshape(-1).contiguous() if is_vector(node) else tensor
 
     def _stepwise(
         self, tensors: Sequence[Tensor], memory: Memory, into: Mapping[int, Tensor]
     ) -> list[Tensor]:
         """The outputs, step by step."""
-        memory.places |= {self.plan.graph.outputs[p]: place for p, place in into.items()}
-        for node, tensor in zip(self.plan.graph.inputs, tensors, strict=True):
-            memory.values[node] = tensor.reshape(-1).contiguous() if is_vector(node) else tensor
+        self._begin(tensors, memory, into)
         for step in self.program.steps:
             step.run(memory)
-            if memory.recording is not None and not step.recorded:
-                memory.recording.usable = False
+            if memory.recording is not None:
+                memory.recording.usable &= step.recorded
+                memory.recording.note(memory.values)
         owner = Owner(tensors)
         found = [
             into[p] if p in into and memory.values.get(o) is into[p] else
@@ -154,6 +209,17 @@ class Executable:
             memory.recording.usable = False
         dtype, value = self.program.dtypes[node], node.attributes["value"]
         return torch.full(shape, value, dtype=dtype, device=memory.device)
+
+
+def _layout(
+    tensors: Sequence[Tensor], addresses: Sequence[int], rows: int, tf32: bool
+) -> tuple[Any, ...]:
+    """How inputs are laid out, as far as launches depend on it."""
+    bits = 0
+    for address in addresses:
+        bits |= address
+    aligned = bits % 16 == 0 or tuple([address % 16 == 0 for address in addresses])
+    return rows, tensors[0].device.index, tf32, aligned, tuple([t.stride() for t in tensors])
 
 
 def compile_plan(plan: Plan, **options: Any) -> Executable:

@@ -43,6 +43,7 @@ from cadenza.core.storage import dtypes_of
 
 Tensor = torch.Tensor
 log = logging.getLogger("cadenza")
+LEAVES = (Op.CONSTANT, Op.COLUMN_INDEX, Op.ROW_INDEX)  # vectors that are made where they are read
 LARGEST = (Op.ROW_MAX, Op.COLUMN_MAX, Op.GROUP_MAX)
 Choice = Configuration | Strip
 Choose = Callable[[Kernel], Choice | None]
@@ -97,6 +98,9 @@ class Program:
         self.steps: list[Step] = []
         for position, kernel in enumerate(plan.kernels):
             self._kernel(position, kernel)
+            for output in plan.graph.outputs:
+                if is_vector(output) and self._is_ready(output):
+                    self._need(output, output=True)
         for output in plan.graph.outputs:
             if is_vector(output):
                 self._need(output, output=True)
@@ -294,9 +298,17 @@ class Program:
 
     # --- vectors ----------------------------------------------------------------------------------
 
+    def _is_ready(self, node: Node) -> bool:
+        """Whether all that a vector is made of is there."""
+        if node in self.finished or node in self.left or node.op in LEAVES:
+            return True
+        if not is_vector(node) or node.op is Op.MATMUL or reduces_matrix(node):
+            return False
+        return bool(node.inputs) and all(self._is_ready(i) for i in node.inputs)
+
     def _need_leaves(self, node: Node) -> None:
         """Has all that a vector is made of finished."""
-        if node in self.finished or node.op in (Op.CONSTANT, Op.COLUMN_INDEX, Op.ROW_INDEX):
+        if node in self.finished or node.op in LEAVES:
             return
         if in_memory(node):
             self._need(node)

@@ -7,8 +7,9 @@ workspace in which all that lives between kernels has its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,16 @@ class Recording:
     allocated: list[Tensor] = field(default_factory=list)
     launches: list[tuple[Launcher, Grid, Sequence[Argument]]] = field(default_factory=list)
     usable: bool = True
+    made: dict[Any, int] = field(default_factory=dict)  # values, and after how many launches
+
+    def note(self, values: Iterable[Any]) -> None:
+        """Keeps of values that are new how many launches there have been."""
+        for value in values:
+            self.made.setdefault(value, len(self.launches))
+
+    def done(self, values: Iterable[Any]) -> list[int]:
+        """After how many launches each of these is made."""
+        return [self.made.get(value, 0) for value in values]
 
 
 class Span(NamedTuple):
@@ -92,10 +103,11 @@ class Replay:
     """The launches of a plan for inputs that are laid out as they were in a recording."""
 
     def __init__(
-        self, launches: Sequence[_Launch], outputs: Sequence[tuple[Any, ...]], workspace: int,
-        device: torch.device,
+        self, launches: Sequence[_Launch], outputs: Sequence[tuple[Any, ...]],
+        done: Sequence[int], workspace: int, device: torch.device,
     ) -> None:  # fmt: skip
         self.launches, self.outputs, self.workspace = launches, outputs, workspace
+        self.done = done
         self.device, self.index = device, device.index
         self.known: dict[tuple[int, ...], list[Call]] = {}
 
@@ -106,29 +118,55 @@ class Replay:
         with torch.cuda.device(self.index):
             return self._repeated(addresses)
 
+    def begun(
+        self, addresses: Sequence[int], kept: Iterable[int]
+    ) -> tuple[list[Tensor], Callable[[], None]]:
+        """The outputs, of which those at the positions `kept` are made, and what makes the others.
+
+        Until then the inputs must stay where they are.
+        """
+        first = max((self.done[p] for p in kept), default=0)
+        with torch.cuda.device(self.index):
+            made, bases, space = self._places(addresses)
+            self._run(bases, 0, first)
+
+        return made, partial(self._rest, bases, first, space)
+
+    def _rest(self, bases: tuple[int, ...], first: int, space: Tensor) -> None:
+        with torch.cuda.device(self.index):
+            self._run(bases, first)
+
     def _repeated(self, addresses: Sequence[int]) -> list[Tensor]:
         """The outputs, on the current device."""
-        made = [_empty(shape, strides, dtype) for shape, strides, dtype in self.outputs]
-        space = _empty((self.workspace,), (1,), torch.uint8)
-        self._run((space.data_ptr(), *addresses, *[tensor.data_ptr() for tensor in made]))
+        made, bases, _space = self._places(addresses)
+        self._run(bases)
         return made
 
-    def _run(self, bases: tuple[int, ...]) -> None:
+    def _places(self, addresses: Sequence[int]) -> tuple[list[Tensor], tuple[int, ...], Tensor]:
+        """Outputs without numbers, where all lies, and what must live until launches are made."""
+        made = [_empty(shape, strides, dtype) for shape, strides, dtype in self.outputs]
+        space = _empty((self.workspace,), (1,), torch.uint8)
+        return made, (space.data_ptr(), *addresses, *[t.data_ptr() for t in made]), space
+
+    def _run(self, bases: tuple[int, ...], first: int = 0, last: int | None = None) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         calls = self.known.get(bases)
         if calls is None:
             if len(self.known) >= KEPT_ADDRESSES:
                 self.known.clear()
             calls = self.known[bases] = [launch.at(bases) for launch in self.launches]
-        for raw, width, height, given in calls:
+        for raw, width, height, given in calls[first:last]:
             raw(width, height, 1, stream, *given)
 
 
 def replay(
     recording: Recording, inputs: Sequence[Tensor], outputs: Sequence[Tensor],
-    device: torch.device,
+    done: Sequence[int], device: torch.device,
 ) -> Replay | None:  # fmt: skip
-    """What repeats a recording that gave `outputs`; None where it can't be repeated."""
+    """What repeats a recording that gave `outputs`; None where it can't be repeated.
+
+    `done` says of each output after how many launches it is made.
+    """
     if not recording.usable:
         return None
     uses = [[_address(a) for a in given if not isinstance(a, int)]
@@ -151,7 +189,7 @@ def replay(
             return None
         launches.append(_launch(direct, grid, given, places))
     shapes = [(tuple(t.shape), t.stride(), t.dtype) for t in outputs]
-    return Replay(launches, shapes, total, device)
+    return Replay(launches, shapes, done, total, device)
 
 
 def _address(argument: Any) -> int:

@@ -24,6 +24,8 @@ HOPPER = (
     Configuration(128, 128, 64, warps=4, stages=5, parts=4, pingpong=True),
     Configuration(128, 128, 64, warps=4, stages=5, parts=4, group=4, pingpong=True),
     Configuration(192, 128, 64, warps=4, stages=5, parts=4, pingpong=True),
+    Configuration(128, 128, 64, warps=4, stages=4, parts=4, pingpong=True, together=True),
+    Configuration(192, 128, 64, warps=4, stages=3, parts=4, pingpong=True, together=True),
     Configuration(128, 256, 64, warps=8, stages=3, parts=4),
     Configuration(128, 256, 64, warps=8, stages=3, parts=4, boxes=STORES),
     Configuration(128, 128, 64, warps=8, stages=4, parts=2),

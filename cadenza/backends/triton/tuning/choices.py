@@ -39,10 +39,10 @@ log = logging.getLogger("cadenza")
 MODES = ("off", "first", "full")
 MOST = 16  # kernels that are compiled at a time
 SPILL = 128  # bytes a thread; candidates that spill more are out
-OF_KERNEL = {"first": 0.25, "full": 2.0}  # seconds of measuring, in turns
-BY_ITSELF = {"first": 0.25, "full": 0.5}  # seconds of each of the fastest: clocks settle in 0.15
+OF_KERNEL = {"first": 0.2, "full": 2.0}  # seconds of measuring, in turns
+BY_ITSELF = {"first": 0.2, "full": 0.5}  # seconds of each of the fastest: clocks settle in 0.15
 NEAR = 1.15  # times the fastest one's time in turns: what takes more has lost
-FINALISTS = 3  # that go on: with `first` a second a kernel in all
+FINALISTS = 4  # that go on: with `first` a second a kernel in all
 SAME = 1.015  # times the fastest one's time by itself: what scatters no more, turns decide
 COMPILING = {"first": 45.0, "full": 300.0}  # seconds of compilation for a plan
 LAUNCHING = 30.0  # seconds beyond measuring after which a kernel counts as hanging
@@ -172,17 +172,23 @@ def measured(
 
 
 def _finalists(choices: Sequence[Choice], times: Times) -> list[int]:
-    """The fastest of each kind of candidate, by template and tile, of those that are near."""
+    """Of those that are near, the fastest of each template, then of each template and tile."""
     timed = {n: t for n, t in enumerate(times) if not isinstance(t, str)}
-    found: dict[Any, int] = {}
-    for number in sorted(timed, key=timed.__getitem__):
-        choice = choices[number]
-        kind: tuple[Any, ...] = ()
-        if isinstance(choice, Configuration):
-            kind = (choice.library, choice.pingpong, choice.together, choice.BM, choice.BN)
-        if timed[number] <= NEAR * min(timed.values()):
-            found.setdefault(kind, number)
-    return sorted(list(found.values())[:FINALISTS])
+    near = [n for n in timed if timed[n] <= NEAR * min(timed.values())]
+    near.sort(key=timed.__getitem__)
+    first, second = {}, {}
+    for number in near:
+        template, tile = _kind(choices[number])
+        first.setdefault(template, number)
+        second.setdefault((template, tile), number)
+    return sorted(list(dict.fromkeys([*first.values(), *second.values()]))[:FINALISTS])
+
+
+def _kind(choice: Choice) -> tuple[Any, Any]:
+    """The template and the tile: what decides how much energy an operation takes."""
+    if not isinstance(choice, Configuration):
+        return (), ()
+    return (choice.library, choice.pingpong, choice.together), (choice.BM, choice.BN)
 
 
 def _tell(number: int, total: int, contest: Contest, entry: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ SAMPLE = 2.0  # milliseconds of launches between two events
 MOST = 20  # launches between two events, in turns
 BACKLOG = 2_000_000  # cycles that the GPU waits, so that the host is ahead of it
 FEWEST = 3  # rounds, however long they take
-SETTLES = 0.6  # of the time that a call has by itself, until its clock has settled
+SETTLES = 0.75  # of the time that a call has by itself, until its clock has settled
 SAMPLES, LEAST = 20, 5  # of a call by itself: fewer only where one call fills a sample
 ORDER = random.Random()  # of its own: Python's is the caller's
 
