@@ -1,6 +1,8 @@
 """What documents show of the code: outputs, pages made of tables and cases, pictures of results."""
 
 import ast
+import math
+import re
 import sys
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from cadenza.core.errors import CadenzaError
 from cadenza.core.ops import Op, Type
 from cadenza.tools.bench.pictures import LABELLED
 from cadenza.tools.bench.results import Results, cases, load, ratio
+from cadenza.tools.bench.tables import error_ratio
 
 STALE = "# T\n\n```python\nfor x in 1, 2, 3:\n    print(x)\n```\n\n```text\nold\n```\n\nWords.\n"
 
@@ -248,3 +251,40 @@ def test_the_table_of_losses_says_what_was_measured():
         for column, value in found.items():
             digits = len(row[column].partition(".")[2])
             assert abs(float(row[column]) - value) <= 0.501 * 10**-digits, (row, column, value)
+
+
+def test_the_table_of_models_says_what_was_measured():
+    known = {
+        (first["pattern"], first["mode"]): case
+        for case in cases(load(ROOT / "benchmarks" / "results", "model").records)
+        for first in [next(iter(case.values()))]
+    }
+    rows = [row for row in table_rows(read("docs/performance.md")) if "liger / ours" in row]
+    rows = [row for row in rows if "---" not in row["ours ms"]]
+    assert {(row["model"], row["mode"]) for row in rows} == set(known)
+    for row in rows:
+        case = known[row["model"], row["mode"]]
+        found = {f"{name} ms": case[name]["us"] / 1000 for name in RIVALS}
+        found |= {f"{name} / ours": ratio(case[name], case["ours"]) for name in RIVALS[1:]}
+        found |= {f"{name} GiB": case[name]["peak_bytes"] / 2**30 for name in RIVALS}
+        for column, value in found.items():
+            digits = len(row[column].partition(".")[2])
+            assert abs(float(row[column]) - value) <= 0.501 * 10**-digits, (row, column, value)
+
+
+RIVALS = ("ours", "compile", "liger")
+
+
+def test_errors_that_performance_tells_were_measured():
+    """`geometric mean …, at most …`, in the order of the suites."""
+    text = read("docs/performance.md")
+    told = re.findall(r"geometric\s+mean\s+([\d.]+),\s+at\s+most\s+([\d.]+)", text)
+    found = []
+    for suite, other in (("accuracy", "compile"), ("model-accuracy", "eager")):
+        ratios = []
+        for case in cases(load(ROOT / "benchmarks" / "results", suite).records):
+            shares = [error_ratio(case, name, other) for name in case["ours"]["errors"]]
+            ratios += [share for share in shares if share is not None]
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        found.append((f"{mean:.3f}", f"{max(ratios):.3f}"))
+    assert told == found

@@ -6,11 +6,13 @@ A checkpointed layer that runs again for its backward ends where the last saved 
 import planned
 import pytest
 import torch
+from graphs import pair as pair_of
 from hf_models import batch, outcome, pair
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import cadenza as cz
 from cadenza import backends, lang
+from cadenza.backends.triton import vectors
 from cadenza.backends.triton.executable import Executable
 from cadenza.backends.triton.launches import ProductLaunch
 from cadenza.backends.triton.program import Program
@@ -62,6 +64,33 @@ def test_only_what_saved_values_need_is_launched_first(monkeypatch):
     first = len(launched)
     rest()
     assert (first, len(launched)) == (pair.forward_plan.products - 1, pair.forward_plan.products)
+
+
+def test_a_vector_of_many_is_looked_at_once_each(monkeypatch):
+    """A sum that is read twice, and what is made of it again, and so on."""
+
+    def deep(x, w):
+        s = lang.column_sum(lang.linear(x, w))
+        for _ in range(24):
+            s = lang.tanh(s) * s
+        return s
+
+    shapes = {"x": "M 16", "w": "32 16"}
+    made = cz.block(shapes=shapes)(deep)
+    with torch.no_grad():
+        found = made(torch.ones(4, 16), torch.ones(32, 16))
+    assert torch.isfinite(found).all()
+    looked = []
+    original = vectors.is_ready
+
+    def heard(node, there, known):
+        looked.append(node)
+        return original(node, there, known)
+
+    monkeypatch.setattr(vectors, "is_ready", heard)
+    pair = pair_of(deep, "x M 16", "w 32 16")
+    Program(pair.forward_plan)
+    assert len(looked) < 1000
 
 
 def test_vectors_that_are_returned_are_made_before_later_products():

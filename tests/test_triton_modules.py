@@ -8,9 +8,12 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from cadenza.backends.triton import modules, settings
 
@@ -281,15 +284,18 @@ def test_kernels_are_kept_where_they_were_before_torch_compile_moved_the_cache(m
 
 @pytest.fixture
 def assembler(monkeypatch, tmp_path):
-    """Another assembler than Triton's, as torch.compile names its own to the whole process."""
+    """An assembler in PyTorch's folder, as torch.compile names it to the whole process."""
     from triton.backends.nvidia import compiler
 
-    place = tmp_path / "ptxas"
+    place = tmp_path / "torch" / "bin" / "ptxas"
+    place.parent.mkdir(parents=True)
     place.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.9, V11.9.1'\n")
     place.chmod(0o755)
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(place))
     for name in settings.TRITON_LOADED:
         monkeypatch.setitem(settings.TRITON_LOADED, name, None)
+    compiler.get_ptxas_version.cache_clear()
     yield place
     compiler.get_ptxas_version.cache_clear()
 
@@ -302,7 +308,7 @@ def key() -> str:
     return str(make_backend(GPUTarget("cuda", 80, 32)).hash())
 
 
-def test_kernels_are_assembled_as_before_torch_compile_named_its_assembler(assembler, monkeypatch):
+def test_kernels_are_assembled_as_before_torch_compile_named_its_assembler(assembler):
     from triton import knobs
 
     with settings.as_loaded():
@@ -311,16 +317,40 @@ def test_kernels_are_assembled_as_before_torch_compile_named_its_assembler(assem
         assert "TRITON_PTXAS_PATH" not in os.environ
     assert "11.9" in key(), "Triton remembers the version of an assembler that is not used any more"
     assert knobs.nvidia.ptxas.path == os.environ["TRITON_PTXAS_PATH"] == str(assembler)
-    monkeypatch.setattr(knobs.nvidia, "libdevice_path", "/torch")
-    with settings.as_loaded():
-        assert knobs.nvidia.libdevice_path is None
-    assert knobs.nvidia.libdevice_path == "/torch"
+    with pytest.raises(KeyError), settings.as_loaded():
+        raise KeyError
+    assert os.environ["TRITON_PTXAS_PATH"] == str(assembler)
+    moved = {"A": "b", "TRITON_PTXAS_PATH": str(assembler), "TRITON_CACHE_DIR": "/moved"}
+    assert settings.loaded(moved) == {"A": "b"}
 
 
-def test_an_assembler_of_ones_own_is_used(assembler, monkeypatch):
-    monkeypatch.setitem(settings.TRITON_LOADED, "TRITON_PTXAS_PATH", str(assembler))
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_assembler_of_ones_own_is_used(assembler, monkeypatch, when):
+    """Named before the package was loaded, PyTorch's too; or after."""
+    if when == "before":
+        monkeypatch.setitem(settings.TRITON_LOADED, "TRITON_PTXAS_PATH", str(assembler))
+    else:
+        monkeypatch.setattr(torch, "__file__", "/elsewhere/torch/__init__.py")
     with settings.as_loaded():
-        assert os.environ["TRITON_PTXAS_PATH"] == str(assembler)
-    assert settings.loaded({"A": "b", "TRITON_PTXAS_PATH": "/moved", "TRITON_CACHE_DIR": "/m"}) == {
-        "A": "b", "TRITON_PTXAS_PATH": str(assembler),
-    }  # fmt: skip
+        assert "11.9" in key()
+    found = settings.loaded({"TRITON_PTXAS_PATH": str(assembler)})
+    assert found == {"TRITON_PTXAS_PATH": str(assembler)}
+
+
+def test_threads_change_settings_one_after_another(assembler):
+    inside, seen = [], []
+
+    def compile_something():
+        with settings.as_loaded():
+            inside.append(1)
+            time.sleep(0.01)
+            seen.append((len(inside), os.environ.get("TRITON_PTXAS_PATH")))
+            inside.pop()
+
+    threads = [threading.Thread(target=compile_something) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [(1, None)] * 4
+    assert os.environ["TRITON_PTXAS_PATH"] == str(assembler)

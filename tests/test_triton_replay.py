@@ -8,6 +8,7 @@ import itertools
 import os
 import subprocess
 import sys
+import weakref
 from contextlib import nullcontext
 from functools import partial
 
@@ -16,16 +17,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_blocks import BlockRecipe
 
 from cadenza.backends import reference
 from cadenza.backends.triton import launch
 from cadenza.backends.triton import replay as repeating
 from cadenza.backends.triton.executable import Executable
-from cadenza.backends.triton.fallbacks import LibraryProduct
+from cadenza.backends.triton.fallbacks import LibraryProduct, ReferenceKernel
 from cadenza.backends.triton.launch import Descriptor
+from cadenza.backends.triton.memory import Memory
 from cadenza.backends.triton.program import Program
 from cadenza.backends.triton.replay import ALIGNMENT, Recording, Span, placed, replay
 from cadenza.backends.triton.target import INTERPRETER, Target
+from cadenza.core.pipeline import compile_program
 from cadenza.library.blocks import BUILT_IN
 
 DEVICE = torch.device("cpu")
@@ -157,6 +161,13 @@ def test_launches_that_some_outputs_need_are_made_first(monkeypatch):
         rest()
         assert [given[0] for given in direct.launched] == [1, 2]
         assert direct.launched[1][5:7] == tuple(m.data_ptr() for m in made)
+    made, rest = found.begun([1000], (0,))
+    held = [weakref.ref(tensor) for tensor in made]
+    del made
+    assert all(tensor() is not None for tensor in held), "later launches read and write them"
+    rest()
+    del rest
+    assert all(tensor() is None for tensor in held)
 
 
 def on_a_cpu(empty_strided, *given, device, **named):
@@ -231,3 +242,47 @@ def test_the_log_is_said_where_the_environment_asks_for_it():
         for level in ("info", "warning", "")
     ]  # fmt: skip
     assert said == ["heard\n", "", ""]
+
+
+def test_a_kernel_may_reduce_by_what_it_reduces_itself():
+    """A variance by a mean of the same product, in a kernel that no template makes."""
+    sizes = {
+        "x": "M 16", "g1": "1 16", "w3": "3 16", "t": "M 1", "w5": "16 8", "b6": "1 16",
+        "w7": "32 3", "b8": "1 32",
+    }  # fmt: skip
+    lines = [
+        "h0 = x - 0.5 * g1", "h2 = L.reglu(h0)", "h3 = L.linear(x, w3)",
+        "h4 = L.logsumexp(h3, L.pick(h3, t))", "h6 = L.linear(h2, w5, b6)", "h8 = x + h6",
+        "h10 = L.layer_norm(h3, None, eps=0.25)", "h11 = L.linear(h10, w7, b8)",
+    ]  # fmt: skip
+    recipe = BlockRecipe(sizes, lines, "{'a': h11, 'b': h8, 'c': h4}", 3)
+    needed = [name for name in sizes if name != "t"]
+    pair = compile_program(recipe.function(), recipe.signature("float32"), needed=needed)
+    torch.manual_seed(0)
+    shapes = {n: [5 if d == "M" else int(d) for d in s.split()] for n, s in sizes.items()}
+    named = {name: torch.randn(shape) for name, shape in shapes.items()}
+    named["t"] = torch.randint(0, 3, (5, 1))
+    inputs = [named[i.attributes["name"]] for i in pair.forward.inputs]
+    executable = Executable(pair.forward_plan)
+    expected = reference.compile_plan(pair.forward_plan)(inputs, 5)
+    for found, exact in zip(executable(inputs, 5), expected, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+    assert isinstance(executable.program.steps[0], ReferenceKernel)
+
+
+def test_a_library_product_is_written_where_it_is_wanted():
+    pair = planned.call("llama-mlp", 19, torch.float32).pair()
+    products = [k.product for k in pair.forward_plan.kernels]
+    step = LibraryProduct(products[-1], torch.float32, "")
+    sizes = [[19 if d == "M" else int(d) for d in i.type[:2]] for i in products[-1].inputs]
+    values = [torch.randn(size) for size in sizes]
+    memory = Memory(19, DEVICE, dict(zip(products[-1].inputs, values, strict=True)))
+    step.run(memory)
+    expected = memory.values.pop(products[-1])
+    place = memory.places[products[-1]] = torch.full_like(expected, float("nan"))
+    step.run(memory)
+    assert memory.values[products[-1]] is place
+    assert torch.equal(place, expected)
+    memory.places[products[-1]] = place.bfloat16()
+    step.run(memory)
+    assert torch.equal(memory.values[products[-1]], expected), "another dtype, so it is copied"

@@ -106,6 +106,8 @@ def test_one_of_a_kind_goes_on(monkeypatch):
     pairs = [Configuration(size, 128, pingpong=True) for size in (64, 128, 192, 256)]
     given = [*pairs, Configuration(128, 128), Configuration(256, 128)]
     times = [2.0, 2.01, 2.02, 2.03, 2.25, 2.26]
+    assert choices._finalists(given, times) == [0, 1, 2, 3], "energy makes up no eighth"
+    times[4] = 2.1
     assert choices._finalists(given, times) == [0, 1, 2, 4], "one of each template"
     assert choices._finalists([Strip(BM=8), Strip(BM=4)], [2.0, 1.9]) == [1]
 

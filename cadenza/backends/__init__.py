@@ -26,13 +26,7 @@ Rest = Callable[[], None]  # what is left of a call
 NAMES = ("auto", "reference", "triton")
 NOTHING: Mapping[int, Tensor] = MappingProxyType({})
 # Of Triton's settings those that torch.compile's first use changes for the whole process.
-TRITON_LOADED = {
-    name: os.environ.get(name)
-    for name in (
-        "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH",
-        "TRITON_LIBDEVICE_PATH",
-    )
-}  # fmt: skip
+TRITON_LOADED = {n: os.environ.get(n) for n in ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")}
 log = logging.getLogger("cadenza")
 if os.environ.get("CADENZA_LOG"):  # debug, info, warning: said on standard error
     log.setLevel(os.environ["CADENZA_LOG"].upper())

@@ -39,8 +39,8 @@ def _tell_inductor(name: str) -> None:
     if lowering is None:  # another back end, or none yet: operations are traced again for Inductor
         return
     operation = getattr(torch.ops.cadenza, name).default
-    if operation in lowering.lowerings:
-        return
     with suppress(AttributeError, TypeError, AssertionError):  # a release of another make
+        if operation in lowering.lowerings:
+            return
         tag = torch._library.utils.get_layout_constraint_tag(operation, with_default=True)
         lowering.make_fallback(operation, lowering.tag_to_layout_constraint(tag))

@@ -28,7 +28,15 @@ class LibraryProduct(Step):
             memory.values[i].T if t else memory.values[i]
             for i, t in zip(self.product.inputs, self.turned, strict=True)
         )
-        memory.values[self.product] = library_product(a, b, self.dtype)
+        place = memory.places.get(self.product)
+        if place is not None and self._fits(place, a, b):
+            memory.values[self.product] = torch.mm(a, b, out=place)
+        else:
+            memory.values[self.product] = library_product(a, b, self.dtype)
+
+    def _fits(self, place: Tensor, a: Tensor, b: Tensor) -> bool:
+        alike = a.dtype == b.dtype == self.dtype == place.dtype
+        return alike and place.shape == (a.shape[0], b.shape[1])
 
 
 def library_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

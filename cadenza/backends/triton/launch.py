@@ -84,7 +84,11 @@ class Launcher:
         if direct is not None:
             direct(grid, arguments)
             return
-        if key not in self._known and torch.cuda.is_current_stream_capturing():
+        if key in self._known:
+            with torch.cuda.device(device):
+                self._public(grid, arguments)
+            return
+        if torch.cuda.is_current_stream_capturing():
             raise BackEndError(NOT_CAPTURED)
         start = time.perf_counter()
         with torch.cuda.device(device), as_loaded():
@@ -92,9 +96,8 @@ class Launcher:
         taken = time.perf_counter() - start
         if taken > TOLD:
             log.debug("a first launch took %.1f s: %s", taken, self.function.__module__)
-        if key not in self._known:
-            self.compiled.append(kernel)
-            self._known[key] = _direct(kernel, len(self.constants), device.index)
+        self.compiled.append(kernel)
+        self._known[key] = _direct(kernel, len(self.constants), device.index)
 
     def direct(self, arguments: Sequence[Argument], device: torch.device) -> Direct | None:
         """The compiled launcher for such arguments, None where it can't be called directly."""

@@ -33,6 +33,7 @@ from cadenza.backends.triton.memory import Memory, Step
 from cadenza.backends.triton.source import pointwise_source, product_source, vector_source
 from cadenza.backends.triton.target import INTERPRETER, Target
 from cadenza.backends.triton.vector_product import VectorProduct
+from cadenza.backends.triton.vectors import LEAVES, is_ready
 from cadenza.core.ir import Node
 from cadenza.core.ops import REAL, Op
 from cadenza.core.plan import Kernel, Plan
@@ -43,7 +44,6 @@ from cadenza.core.storage import dtypes_of
 
 Tensor = torch.Tensor
 log = logging.getLogger("cadenza")
-LEAVES = (Op.CONSTANT, Op.COLUMN_INDEX, Op.ROW_INDEX)  # vectors that are made where they are read
 LARGEST = (Op.ROW_MAX, Op.COLUMN_MAX, Op.GROUP_MAX)
 Choice = Configuration | Strip
 Choose = Callable[[Kernel], Choice | None]
@@ -98,8 +98,9 @@ class Program:
         self.steps: list[Step] = []
         for position, kernel in enumerate(plan.kernels):
             self._kernel(position, kernel)
+            known: dict[Node, bool] = {}
             for output in plan.graph.outputs:
-                if is_vector(output) and self._is_ready(output):
+                if is_vector(output) and is_ready(output, (self.finished, self.left), known):
                     self._need(output, output=True)
         for output in plan.graph.outputs:
             if is_vector(output):
@@ -157,13 +158,13 @@ class Program:
                 self.offer(kernel, steps, partial(self.otherwise, kernel))
             self._add(steps, kernel)
             return
+        self.finished.update(kernel.reductions)  # of which it may need one for another
         for vector in kernel.vectors:
             self._need_leaves(vector)
         for reduction in kernel.reductions:
             for other in reduction.inputs[1:]:
                 self._need_leaves(other)
         self.steps.append(ReferenceKernel(self, position, "; ".join(reasons)))
-        self.finished.update(kernel.reductions)
 
     def otherwise(self, kernel: Kernel, choice: Choice) -> list[Step]:
         """Steps for a kernel by another choice, right after it was made; Unsupported if none."""
@@ -297,14 +298,6 @@ class Program:
         return [launch]
 
     # --- vectors ----------------------------------------------------------------------------------
-
-    def _is_ready(self, node: Node) -> bool:
-        """Whether all that a vector is made of is there."""
-        if node in self.finished or node in self.left or node.op in LEAVES:
-            return True
-        if not is_vector(node) or node.op is Op.MATMUL or reduces_matrix(node):
-            return False
-        return bool(node.inputs) and all(self._is_ready(i) for i in node.inputs)
 
     def _need_leaves(self, node: Node) -> None:
         """Has all that a vector is made of finished."""

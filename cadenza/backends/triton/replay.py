@@ -123,16 +123,17 @@ class Replay:
     ) -> tuple[list[Tensor], Callable[[], None]]:
         """The outputs, of which those at the positions `kept` are made, and what makes the others.
 
-        Until then the inputs must stay where they are.
+        Until then the inputs must stay where they are; outputs do, whoever drops them.
         """
         first = max((self.done[p] for p in kept), default=0)
         with torch.cuda.device(self.index):
             made, bases, space = self._places(addresses)
             self._run(bases, 0, first)
 
-        return made, partial(self._rest, bases, first, space)
+        return made, partial(self._rest, bases, first, (space, *made))
 
-    def _rest(self, bases: tuple[int, ...], first: int, space: Tensor) -> None:
+    def _rest(self, bases: tuple[int, ...], first: int, kept: Sequence[Tensor]) -> None:
+        """Makes the other launches, which read and write what is kept."""
         with torch.cuda.device(self.index):
             self._run(bases, first)
 

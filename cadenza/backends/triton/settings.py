@@ -10,42 +10,40 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from threading import RLock
+
+import torch
 
 from cadenza.backends import TRITON_LOADED
 
-TOOLS = ("ptxas", "ptxas_blackwell", "libdevice_path")  # of Triton's settings for NVIDIA's devices
+CACHE, ASSEMBLER = "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"
+_one_thread = RLock()  # the settings are the process's
 
 
 @contextmanager
 def as_loaded() -> Iterator[None]:
-    """Inside, Triton compiles as it would have when the package was loaded, and keeps it there."""
+    """Inside, Triton compiles as it would have without torch.compile, and keeps kernels there."""
     from triton import knobs
 
-    with knobs.cache.scope():
-        knobs.cache.dir = TRITON_LOADED["TRITON_CACHE_DIR"] or knobs.cache.get_triton_dir("cache")
-        with _tools():
+    with _one_thread, knobs.cache.scope():
+        knobs.cache.dir = TRITON_LOADED[CACHE] or knobs.cache.get_triton_dir("cache")
+        with _own_assembler():
             yield
 
 
 @contextmanager
-def _tools() -> Iterator[None]:
+def _own_assembler() -> Iterator[None]:
+    if not _is_torchs(os.environ.get(ASSEMBLER)):
+        yield
+        return
     from triton import knobs
     from triton.backends.nvidia import compiler
 
-    given = {n: v for n, v in TRITON_LOADED.items() if n != "TRITON_CACHE_DIR"}
-    if given == {n: os.environ.get(n) for n in given} and not {*TOOLS} & vars(knobs.nvidia).keys():
-        yield
-        return
     remembered = [f for f in vars(compiler).values() if hasattr(f, "cache_clear")]
     try:
         with knobs.nvidia.scope():
-            for name in TOOLS:
-                delattr(knobs.nvidia, name)
-            for name, value in given.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            _put(os.environ, ASSEMBLER)
             for function in remembered:  # the version of another assembler
                 function.cache_clear()
             yield
@@ -54,7 +52,24 @@ def _tools() -> Iterator[None]:
             function.cache_clear()
 
 
+def _is_torchs(assembler: str | None) -> bool:
+    """Whether torch.compile has named this assembler, and nobody before."""
+    if assembler is None or assembler == TRITON_LOADED[ASSEMBLER]:
+        return False
+    return Path(torch.__file__).parent in Path(assembler).parents
+
+
+def _put(environment: dict[str, str] | os._Environ[str], name: str) -> None:
+    value = TRITON_LOADED[name]
+    environment.pop(name, None)
+    if value is not None:
+        environment[name] = value
+
+
 def loaded(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment for a process that compiles as `as_loaded` does."""
-    found = {k: v for k, v in environment.items() if k not in TRITON_LOADED}
-    return found | {k: v for k, v in TRITON_LOADED.items() if v is not None}
+    found = dict(environment)
+    _put(found, CACHE)
+    if _is_torchs(found.get(ASSEMBLER)):
+        _put(found, ASSEMBLER)
+    return found

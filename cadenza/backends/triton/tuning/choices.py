@@ -42,6 +42,7 @@ SPILL = 128  # bytes a thread; candidates that spill more are out
 OF_KERNEL = {"first": 0.2, "full": 2.0}  # seconds of measuring, in turns
 BY_ITSELF = {"first": 0.2, "full": 0.5}  # seconds of each of the fastest: clocks settle in 0.15
 NEAR = 1.15  # times the fastest one's time in turns: what takes more has lost
+ENERGY = 1.08  # times the least energy's time by itself, that more energy may cost
 FINALISTS = 4  # that go on: with `first` a second a kernel in all
 SAME = 1.015  # times the fastest one's time by itself: what scatters no more, turns decide
 COMPILING = {"first": 45.0, "full": 300.0}  # seconds of compilation for a plan
@@ -172,14 +173,18 @@ def measured(
 
 
 def _finalists(choices: Sequence[Choice], times: Times) -> list[int]:
-    """Of those that are near, the fastest of each template, then of each template and tile."""
+    """Of those that are near, the fastest of each template and tile.
+
+    Before others of one template comes another that is no further behind than energy may make up.
+    """
     timed = {n: t for n, t in enumerate(times) if not isinstance(t, str)}
-    near = [n for n in timed if timed[n] <= NEAR * min(timed.values())]
-    near.sort(key=timed.__getitem__)
-    first, second = {}, {}
-    for number in near:
+    least = min(timed.values(), default=0.0)
+    first: dict[Any, int] = {}
+    second: dict[Any, int] = {}
+    for number in sorted((n for n in timed if timed[n] <= NEAR * least), key=timed.__getitem__):
         template, tile = _kind(choices[number])
-        first.setdefault(template, number)
+        if timed[number] <= ENERGY * least:
+            first.setdefault(template, number)
         second.setdefault((template, tile), number)
     return sorted(list(dict.fromkeys([*first.values(), *second.values()]))[:FINALISTS])
 
