@@ -278,6 +278,27 @@ def test_the_table_of_models_says_what_was_measured():
 RIVALS = ("ours", "compile", "liger")
 
 
+def test_what_the_readme_says_of_models_was_measured():
+    known = {
+        first["pattern"]: case
+        for case in cases(load(ROOT / "benchmarks" / "results", "model").records)
+        for first in [next(iter(case.values()))]
+    }
+    names = {"eager": "stock", "compile": "torch.compile", "liger": "Liger-Kernel"}
+    names["ours"] = "accelerated"
+    rows = [row for row in table_rows(read("README.md")) if "accelerated" in row]
+    rows = [row for row in rows if "---" not in row["stock"]]
+    for row, pattern in zip(rows, ("8b-width", "1b"), strict=True):
+        for variant, column in names.items():
+            record = known[pattern].get(variant)
+            told = "–"
+            if record is not None:
+                told = f"{record['us'] / 1000:.0f} ms, {record['peak_bytes'] / 2**30:.1f} GiB"
+            assert row[column] == told
+        shares = known[pattern]["ours"]["peak_bytes"] / known[pattern]["compile"]["peak_bytes"]
+        assert 0.635 < shares < 0.675
+
+
 def test_errors_that_performance_tells_were_measured():
     """`geometric mean …, at most …`, in the order of the suites."""
     text = read("docs/performance.md")
