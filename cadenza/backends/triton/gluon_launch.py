@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 REGISTERS = 168  # a thread of 384: then 240 for both consumers and 24 for the producer
 HEAVY = Configuration(BM=128, BN=COLUMNS, BK=64, warps=4, stages=6, parts=4)
+GROUPED = Configuration(BM=64, BN=COLUMNS, BK=64, warps=4, stages=6, parts=4)
 LIGHT = Configuration(BM=192, BN=COLUMNS, BK=64, warps=4, stages=5, parts=4)
 
 
@@ -44,6 +45,8 @@ def default(source: Source) -> Configuration:
     """The tile that is taken where nothing is measured: as many rows as registers allow."""
     layout = source.layout
     loads = sum(a.role == "load" for a in source.arguments)
+    if source.unit > 1 and loads > 1:  # sums of groups of columns, which whole parts wait for
+        return GROUPED
     most = 0 if layout.lanes == 2 else 1
     near = layout.lanes == 2 and not apart(layout)
     return HEAVY if loads > most or near or heavy(source) else LIGHT

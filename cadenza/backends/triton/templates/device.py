@@ -286,9 +286,10 @@ def _partials(pointer, first, rows, row_ok, ROWS, tiles, SIZE: tl.constexpr, oth
 def finish_row_sum(pointer, rows, row_ok, ROWS, tiles, SIZE: tl.constexpr):
     """The sum of at most SIZE partials of each row."""
     total = tl.load(pointer + rows, mask=row_ok, other=0.0)
+    end = tl.cast(tiles, tl.int64) * ROWS
     for t in tl.static_range(1, SIZE):
         at = tl.cast(t, tl.int64) * ROWS + rows
-        total += tl.load(pointer + at, mask=row_ok & (t < tiles), other=0.0)
+        total += tl.load(pointer + at, mask=row_ok & (at < end), other=0.0)
     return total
 
 
@@ -296,9 +297,10 @@ def finish_row_sum(pointer, rows, row_ok, ROWS, tiles, SIZE: tl.constexpr):
 def finish_row_max(pointer, rows, row_ok, ROWS, tiles, SIZE: tl.constexpr):
     """The largest of at most SIZE partials of each row."""
     top = tl.load(pointer + rows, mask=row_ok, other=0.0)
+    end = tl.cast(tiles, tl.int64) * ROWS
     for t in tl.static_range(1, SIZE):
         at = tl.cast(t, tl.int64) * ROWS + rows
-        top = maximum(top, tl.load(pointer + at, mask=row_ok & (t < tiles), other=float("-inf")))
+        top = maximum(top, tl.load(pointer + at, mask=row_ok & (at < end), other=float("-inf")))
     return top
 
 
