@@ -108,8 +108,8 @@ class Executable:
         if memory.recording is not None and apart:  # else it wouldn't tell these inputs apart
             if len(self.replays) >= KEPT_REPLAYS:
                 self.replays.pop(next(iter(self.replays)))
-            done = memory.recording.done(self.plan.graph.outputs)
-            self.replays[key] = make_replay(memory.recording, tensors, outputs, done, device)
+            after = memory.recording.done(self.plan.graph.outputs)
+            self.replays[key] = make_replay(memory.recording, tensors, outputs, after, device)
         return outputs
 
     def begun(
