@@ -195,6 +195,9 @@ WRONG = {
     "an operation of torch": (
         EPILOGUE + "return torch.sin(acc)",
         "traces", "mine.py:9: unknown operation torch.sin", "a composition of"),
+    "what another has not written": (
+        EPILOGUE + "return acc * __import__('random').SystemRandom().getstate()",
+        "traces", "mine.py:9: NotImplementedError: System entropy", "on symbols"),
     "an exception": (
         EPILOGUE + "return acc / (1 // 0)",
         "traces", "mine.py:9: ZeroDivisionError: ", "on symbols"),

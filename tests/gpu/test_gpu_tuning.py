@@ -1,12 +1,14 @@
 """Selection by measurement on a GPU: values stay right, and what workers compile is found again."""
 
 import json
+import os
 
 import block_operands
 import pytest
 import torch
 from calls import ALIGNED, check_as_good_as_torch, operands, upstream_of
 from programs import labelled
+from triton import knobs
 
 import cadenza as cz
 from cadenza.backends.triton.tuning import choices, contests, records
@@ -30,15 +32,21 @@ def cache(monkeypatch, tmp_path):
 
 def compiled(monkeypatch):
     """Of each kernel that this process asks for, whether Triton's cache had it."""
-    from triton import knobs
-
     found = []
 
-    def heard(*given, **named):
-        found.append(named.get("cache_hit", given[-1] if given else None))
+    def heard(**named):
+        found.append((named["cache_hit"], named["src"].name, named["metadata"]))
 
     monkeypatch.setattr(knobs.compilation, "listener", heard)
     return found
+
+
+def settings_now():
+    """What of Triton's settings a key may depend on, for the message of a failure."""
+    from triton.backends.nvidia import compiler
+
+    named = {name: value for name, value in os.environ.items() if name.startswith("TRITON")}
+    return named, compiler.get_ptxas_version(90), vars(knobs.nvidia), vars(knobs.compilation)
 
 
 def test_a_measured_block_is_as_good_as_torch(place, monkeypatch):
@@ -51,7 +59,9 @@ def test_a_measured_block_is_as_good_as_torch(place, monkeypatch):
     assert len(heard) >= 12
     assert all(entry for *_, entry in heard), "a kernel of which no candidate ran"
     assert hits, "nothing was compiled"
-    assert sum(hits) >= 0.8 * len(hits), "workers compile something else than launches ask for"
+    missed = [given for hit, *given in hits if not hit]
+    told = f"workers compile something else than launches ask for: {missed}, {settings_now()}"
+    assert len(missed) <= 0.2 * len(hits), told
     kept = json.loads(records.path().read_text())
     assert all(records.choice_of(entry) for entry in kept.values())
 

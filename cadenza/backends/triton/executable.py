@@ -92,8 +92,7 @@ class Executable:
             memory = Memory(rows, device)
             memory.places = self._over([tensors[p] for p in spent], spent)
             return self._stepwise(tensors, memory, into)
-        tf32 = self.single and torch.backends.cuda.matmul.allow_tf32
-        key = _layout(tensors, addresses, rows, tf32)
+        tf32, key = self._layout(tensors, addresses, rows)
         replay = self.replays.get(key)
         own_places = into or spent
         if replay is not None and not own_places:
@@ -124,8 +123,7 @@ class Executable:
             return self(tensors, rows), done
         device = tensors[0].device
         if tensors[0].is_cuda:
-            tf32 = self.single and torch.backends.cuda.matmul.allow_tf32
-            key = _layout(tensors, addresses, rows, tf32)
+            tf32, key = self._layout(tensors, addresses, rows)
             replay = self.replays.get(key)
             if replay is not None:
                 return replay.begun(addresses, kept)
@@ -161,6 +159,18 @@ class Executable:
             put([self._output(memory, o) for o in graph.outputs], places)
 
         return [made[p] for p in range(len(graph.outputs))], rest
+
+    def _layout(
+        self, tensors: Sequence[Tensor], addresses: Sequence[int], rows: int
+    ) -> tuple[bool, tuple[Any, ...]]:
+        """Whether products may be tf32's, and all of a call that launches depend on."""
+        tf32 = self.single and torch.backends.cuda.matmul.allow_tf32
+        bits = 0
+        for address in addresses:
+            bits |= address
+        aligned = bits % 16 == 0 or tuple([address % 16 == 0 for address in addresses])
+        index, strides = tensors[0].device.index, tuple([t.stride() for t in tensors])
+        return tf32, (rows, index, tf32, aligned, strides)
 
     def _empty(self, memory: Memory, node: Node) -> Tensor:
         shape = [memory.size(d) for d in node.type[:2]]
@@ -209,17 +219,6 @@ class Executable:
             memory.recording.usable = False
         dtype, value = self.program.dtypes[node], node.attributes["value"]
         return torch.full(shape, value, dtype=dtype, device=memory.device)
-
-
-def _layout(
-    tensors: Sequence[Tensor], addresses: Sequence[int], rows: int, tf32: bool
-) -> tuple[Any, ...]:
-    """How inputs are laid out, as far as launches depend on it."""
-    bits = 0
-    for address in addresses:
-        bits |= address
-    aligned = bits % 16 == 0 or tuple([address % 16 == 0 for address in addresses])
-    return rows, tensors[0].device.index, tf32, aligned, tuple([t.stride() for t in tensors])
 
 
 def compile_plan(plan: Plan, **options: Any) -> Executable:

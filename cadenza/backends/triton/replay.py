@@ -7,13 +7,14 @@ workspace in which all that lives between kernels has its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from cadenza.backends import Rest
 from cadenza.backends.triton.launch import Argument, Descriptor, Direct, Launcher
 
 Tensor = torch.Tensor
@@ -118,9 +119,7 @@ class Replay:
         with torch.cuda.device(self.index):
             return self._repeated(addresses)
 
-    def begun(
-        self, addresses: Sequence[int], kept: Iterable[int]
-    ) -> tuple[list[Tensor], Callable[[], None]]:
+    def begun(self, addresses: Sequence[int], kept: Iterable[int]) -> tuple[list[Tensor], Rest]:
         """The outputs, of which those at the positions `kept` are made, and what makes the others.
 
         Until then the inputs must stay where they are; outputs do, whoever drops them.

@@ -1,8 +1,9 @@
 """What of Triton's settings decides under which key, and where, a compiled kernel is kept.
 
-torch.compile changes them for the whole process when it first compiles a kernel: another cache, and
-PyTorch's assembler instead of Triton's. Then neither another process nor an earlier run would have
-put a kernel where it is looked for, and what was measured would not be what runs.
+torch.compile may change them for the whole process when it first compiles a kernel: it names
+another cache, and PyTorch's assembler instead of Triton's in builds that carry one. Then neither
+another process nor an earlier run would have put a kernel where it is looked for, and what was
+measured would not be what runs.
 """
 
 from __future__ import annotations

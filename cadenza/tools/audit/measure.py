@@ -41,12 +41,12 @@ def measure(
             continue
         try:
             record |= _measured(subject, variant, steps, device)
-            share = prediction.step(variant, prediction.precisions[0])
-            predicted = {"ms": 1e3 * share.total, "classes": milliseconds(share)}
-            record["predicted"] = predicted
         except Exception as error:  # noqa: BLE001  # whatever fails is that variant's result
             lines = str(error).strip().splitlines() or [""]
             record = {**record, "failed": f"{type(error).__name__}: {lines[0]}"}
+        else:
+            share = prediction.step(variant, prediction.precisions[0])
+            record["predicted"] = {"ms": 1e3 * share.total, "classes": milliseconds(share)}
         finally:
             torch.compiler.reset()
             gc.collect()

@@ -37,12 +37,12 @@ def traced(subject: Subject) -> Traced:
     target = subject.small()
     try:
         graph = verify(graph_of(target))
-    except NotImplementedError as error:
-        said = f"{_place(error, subject)}: not written yet"
-        return Traced([Finding(TRACES, False, said, f"write the body of {subject.name}")])
     except ProgramError as error:
         return Traced(_refused(error, place_of(error, subject.program)))
     except Exception as error:  # noqa: BLE001  # whatever an author's function does on symbols
+        if _is_unwritten(error, subject):
+            said = f"{_place(error, subject)}: not written yet"
+            return Traced([Finding(TRACES, False, said, f"write the body of {subject.name}")])
         said = f"{_place(error, subject)}: {_said(error)}"
         return Traced([Finding(TRACES, False, said, cure_of(error))])
     done = Finding(TRACES, True, f"{len(graph.nodes())} values")
@@ -102,6 +102,12 @@ def _refused(error: ProgramError, place: str) -> list[Finding]:
 
 def _said(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _is_unwritten(error: Exception, subject: Subject) -> bool:
+    """Whether the author's own file raises it, as a body that is to be written does."""
+    raised = traceback.extract_tb(error.__traceback__)[-1].filename
+    return isinstance(error, NotImplementedError) and raised == subject.place.rpartition(":")[0]
 
 
 def _place(error: Exception, subject: Subject) -> str:
