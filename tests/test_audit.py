@@ -290,6 +290,8 @@ def test_a_kernel_takes_what_computing_or_moving_takes():
     assert eight.seconds == timed.seconds / 2
     assert (cast.kind, cast.bytes) == ("memory", 4 * 10**6)
     assert H100.timed(product._replace(narrow=False), EIGHT) == [timed]
+    (updated,) = H100.timed(product._replace(kind="optimizer", flops=1), "bf16")
+    assert updated.seconds == pytest.approx(moved.seconds / 0.55)
     (seen,) = H100.timed(product._replace(kind="attention", narrow=False), EIGHT)
     assert seen.seconds == 10**15 / (gpu.half * 1e12 * 0.4)
 

@@ -20,6 +20,7 @@ from cadenza.tools.cli import main
 from cadenza.tools.fault import Fault
 
 TARGETS = Path(__file__).with_name("audited.py")
+RECORD = TARGETS.parent.parent / "benchmarks" / "audit" / "llama3-8b.json"
 WORDS = ("--batch", "2", "--sequence", "32", "--no-measure")
 
 
@@ -41,6 +42,18 @@ def found(capsys, *arguments):
     """What the command prints as data."""
     assert main(["audit", *arguments, "--json", *WORDS]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_steps_are_predicted_within_15_percent_of_what_the_repository_has_measured():
+    """Of four layers as wide as Llama-3-8B's, on an H200, eager, compiled and with Cadenza."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    sizes = {"layers": 4, "sequence": 8192, "batch": 2}
+    prediction = audit("llama3-8b", AuditOptions(gpu="h200", measure=False, **sizes)).prediction
+    assert {one["variant"] for one in record["measured"]} == set(prediction.variants)
+    for one in record["measured"]:
+        step = prediction.step(one["variant"], "bf16")
+        assert 1e3 * step.total == pytest.approx(one["ms"], rel=0.15)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What documents show of the code: outputs, pages made of tables and cases, pictures of results."""
 
 import ast
+import json
 import math
 import re
 import sys
@@ -205,8 +206,8 @@ def test_a_picture_holds_its_figures_as_text(tmp_path):
 PATTERNS = {
     "residual + RMSNorm": "residual_rms", "SwiGLU, product saved": "swiglu", "RoPE + scale": "rope",
     "RMSNorm backward + residual + dγ": "rms_backward", "dW with a row factor": "dw",
-    "SwiGLU backward, activation again": "swiglu_backward", "forward": "forward",
-    "forward-backward": "forward-backward",
+    "SwiGLU backward, activation again": "swiglu_backward", "dX": "dx",
+    "cross-entropy": "cross_entropy", "forward": "forward", "forward-backward": "forward-backward",
 }  # fmt: skip
 
 
@@ -276,6 +277,41 @@ def test_the_table_of_models_says_what_was_measured():
 
 
 RIVALS = ("ours", "compile", "liger")
+
+
+def test_what_the_audit_s_page_tells_of_a_step_was_measured():
+    record = json.loads((ROOT / "benchmarks/audit/llama3-8b.json").read_text(encoding="utf-8"))
+    names = {"products": "matrix products", "memory": "memory-bound", "step": "step"}
+    rows = {
+        row["class"]: list(row.values())[2::2]
+        for row in table_rows(read("docs/audit.md"))
+        if "eager, predicted" in row
+    }
+    variants = record["measured"]
+    assert [one["variant"] for one in variants] == ["eager", "compiled", "cadenza"]
+    for place, one in enumerate(variants):
+        for kind, milliseconds in {**one["classes"], "step": one["ms"]}.items():
+            told = float(rows[names.get(kind, kind)][place])
+            assert abs(told - milliseconds) <= 0.0501, (one["variant"], kind)
+
+
+def test_what_performance_tells_of_primitives_was_measured():
+    found = cases(load(ROOT / "benchmarks" / "results", "primitives").records)
+    known = {next(iter(case.values()))["pattern"]: case for case in found}
+    rows = [row for row in table_rows(read("docs/performance.md")) if "over the product" in row]
+    rows = [row for row in rows if "---" not in row["primitive"]]
+    assert {row["primitive"] for row in rows} == {name for name in known if "+" not in name}
+    for row in rows:
+        case = known[row["primitive"]]
+        ours, product, bare = (case[name] for name in ("ours", "products", "bare"))
+        assert row["µs"] == f"{ours['us']:.0f}"
+        assert row["over the product"] == f"{ratio(ours, product):.3f}"
+        assert row["over cuBLAS's"] == f"{ratio(ours, bare):.3f}"
+    pairs = {name: case for name, case in known.items() if "+" in name}
+    shares = [ratio(case["ours"], case["products"]) for case in pairs.values()]
+    least, most = (100 * share - 100 for share in (min(shares), max(shares)))
+    told = f"{len(pairs)} of 45 pairs add {least:.1f} to {most:.1f} %"
+    assert told in " ".join(read("docs/performance.md").split())
 
 
 def test_what_the_readme_says_of_models_was_measured():

@@ -9,10 +9,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cadenza.core.cost import GPUS, Gpu, itemsize
-from cadenza.tools.audit.counting import ATTENTION, MEMORY, PRODUCTS, Launch
+from cadenza.tools.audit.counting import ATTENTION, MEMORY, OPTIMIZER, PRODUCTS, Launch
 from cadenza.tools.fault import Fault
 
 ATTENTION_SHARE = 0.4
+# Of the bandwidth that other kernels sustain. PyTorch's fused AdamW on an H200, in bf16: 0.49 for
+# 1.9 and 0.62 for 1.2 billion weights (docs/audit.md, docs/performance.md).
+OPTIMIZER_SHARE = 0.55
 EIGHT = "fp8"
 WITHOUT_EIGHT = ("a100",)
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -50,7 +53,8 @@ class Rates(NamedTuple):
             moved = CAST_BYTES * launch.cast
             found.append(Timed("cast to fp8", MEMORY, moved / self.gpu.bytes, 0, moved))
         computing = launch.flops / self.flops(launch, narrow) if launch.kind in COMPUTING else 0.0
-        seconds = max(computing, launch.bytes / self.gpu.bytes)
+        moving = self.gpu.bytes * (OPTIMIZER_SHARE if launch.kind == OPTIMIZER else 1.0)
+        seconds = max(computing, launch.bytes / moving)
         return [*found, Timed(launch.name, launch.kind, seconds, launch.flops, launch.bytes)]
 
     def flops(self, launch: Launch, narrow: bool) -> float:
@@ -71,6 +75,8 @@ class Rates(NamedTuple):
             f"{gpu.name}: {gpu.half:g} TFLOP/s in 16 bits and {gpu.memory:g} TB/s nominal, of "
             f"which products sustain {gpu.computing:g}, memory {gpu.moving:g}, attention "
             f"{self.attention:g} (assumed)",
+            f"the optimizer moves its bytes at {OPTIMIZER_SHARE:g} of that, as PyTorch's fused "
+            "AdamW does on an H200",
             "a kernel takes as long as computing or moving takes, whichever is longer; gaps "
             "between kernels, communication and the host are left out",
             *([eight] if self.has_eight else [f"{gpu.name} has no fp8"]),
