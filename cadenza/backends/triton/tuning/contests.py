@@ -33,7 +33,7 @@ from cadenza.core.plan import Kernel, Plan
 from cadenza.core.plan_text import PairText
 
 Tensor = torch.Tensor
-METHOD = "in turns, then by itself"  # how candidates are compared: part of a key
+METHOD = "in turns and by itself"  # how candidates are compared: part of a key
 WORTH = 2**33  # floating-point operations from which on a product's kernel is measured
 WORTH_BYTES = 2**26  # of a kernel without a product
 
