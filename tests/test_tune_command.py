@@ -55,11 +55,15 @@ def test_operands_are_random_and_weights_keep_the_size_of_products():
     ("alone", "cells"),
     [
         ({}, ("BM=64", "11.0", "10.0")),
-        ({"BM=64": 12.0, "BM=32": 13.0}, ("BM=64", "11.0", "10.0")),  # the default lost in turns
-        ({"BM=64": 12.0, "BM=128": 12.5}, ("BM=64", "12.0", "12.5")),
+        # The default lost in turns, and did not go on.
+        ({"BM=64": 12.0, "BM=32": 13.0}, ("BM=64", "11.0, 12.0 by itself", "10.0")),
+        (
+            {"BM=64": 12.0, "BM=128": 14.5},
+            ("BM=64", "11.0, 12.0 by itself", "10.0, 14.5 by itself"),
+        ),
     ],
 )
-def test_what_won_is_shown_not_what_was_fastest_in_turns(alone, cells):
+def test_what_won_is_shown_with_both_of_its_times(alone, cells):
     turns = {"BM=128": 10.0, "BM=64": 11.0, "BM=32": 10.5}
     entry = {"microseconds": turns, "fastest": "BM=64", "alone": alone}
     assert tune._cells(entry) == cells

@@ -68,7 +68,7 @@ def test_of_those_that_are_near_one_that_is_much_faster_by_itself_is_chosen(monk
         assert "library" not in entry["alone"]
 
 
-@pytest.mark.parametrize("slope", [1e-3, 0.05])
+@pytest.mark.parametrize("slope", [1e-3, 0.05, 0.2])
 def test_a_little_less_time_by_itself_does_not_make_up_for_more_in_turns(monkeypatch, slope):
     """Times by themselves scatter more than what they differ by here."""
     found = chosen(monkeypatch, Pretended(near, alone=lambda calls: 6.0 - slope * near(calls)))

@@ -98,7 +98,7 @@ def _show(found: Measured, text: str, console: Console) -> None:
         console.print(f"{text}: everything worth measuring was measured before, or is too small")
         return
     table = Table(
-        "kernel", "fastest", "µs", "default µs", title=f"{text}: kept in {records.path()}"
+        "kernel", "chosen", "µs", "default µs", title=f"{text}: kept in {records.path()}"
     )
     for title, entry in found.items():
         table.add_row(title, *_cells(entry))
@@ -106,11 +106,15 @@ def _show(found: Measured, text: str, console: Console) -> None:
 
 
 def _cells(entry: Mapping[str, Any]) -> tuple[str, str, str]:
-    """What won, its time and the default's: by themselves if both were measured so, or in turns."""
+    """What won, its time and the default's: in turns, and by itself where that was measured."""
     if "fastest" not in entry:
         return "none runs", "", ""
     best, turns, alone = entry["fastest"], entry["microseconds"], entry.get("alone", {})
-    first = next(iter(turns))
-    times = alone if first in alone else turns
-    usual = times[first]
-    return best, f"{times[best]:.1f}", "does not run" if isinstance(usual, str) else f"{usual:.1f}"
+
+    def told(name: str) -> str:
+        if isinstance(turns[name], str):
+            return "does not run"
+        by_itself = f", {alone[name]:.1f} by itself" if name in alone else ""
+        return f"{turns[name]:.1f}{by_itself}"
+
+    return best, told(best), told(next(iter(turns)))
