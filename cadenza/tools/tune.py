@@ -97,9 +97,7 @@ def _show(found: Measured, text: str, console: Console) -> None:
     if not found:
         console.print(f"{text}: everything worth measuring was measured before, or is too small")
         return
-    table = Table(
-        "kernel", "chosen", "µs", "default µs", title=f"{text}: kept in {records.path()}"
-    )
+    table = Table("kernel", "chosen", "µs", "default µs", title=f"{text}: kept in {records.path()}")
     for title, entry in found.items():
         table.add_row(title, *_cells(entry))
     console.print(table)
