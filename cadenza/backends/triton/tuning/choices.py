@@ -283,7 +283,7 @@ def _entry(contest: Contest, times: Times, alone: Times, how: str) -> dict[str, 
     if not known:
         log.warning("%s: none of its candidates runs: %s", contest.title, named)
         return None
-    # Both count: from run to run a time by itself scatters by 4 %, one in turns by 1 %.
+    # Both count: from run to run a time by itself scatters by 5 %, one in turns by 1.5 %.
     scores = {n: known[n] * t for n, t in settled.items()} or known
     best = min(scores, key=scores.__getitem__)
     entry = records.entry_of(contest.choices[best], named, contest.title)
