@@ -204,12 +204,15 @@ def test_what_is_printed_of_any_block_is_defined_and_has_its_reasons(recipe):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(BUILT_IN))
 def test_a_block_compiles_in_a_tenth_of_a_second(name):
-    """The best of five, with the choice of the form: what a busy machine adds isn't ours."""
+    """Of the processor, the best of ten, with the choice of the form.
+
+    What other processes and collections of garbage add isn't the compiler's.
+    """
     target = find_target(name)
     seconds = []
-    for _ in range(5):
+    for _ in range(10):
         choice._KEPT.clear()
-        start = time.perf_counter()
+        start = time.thread_time()
         compile_program(target.program.function, target.signature, needed=target.needed)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.thread_time() - start)
     assert min(seconds) < 0.1

@@ -333,7 +333,7 @@ def verify(graph: Graph) -> Graph:
 def _verify_node(node: Node, seen: set[Node], graph: Graph) -> None:
     if node.op is Op.INPUT:
         _hold_for(node, any(node is i for i in graph.inputs), "is not among the inputs")
-    _hold_for(node, all(i in seen for i in node.inputs), "is used before it exists")
+    _hold_for(node, seen.issuperset(node.inputs), "is used before it exists")
     if node in node.builder.verified:  # a value never changes
         return
     _hold_for(node, all(i.builder is node.builder for i in node.inputs), "mixes programs")

@@ -22,9 +22,9 @@ class Ties:
     """The classes of tied columns of one accumulator, grown value by value."""
 
     def __init__(self, product: Node) -> None:
-        count = int(product.type.columns)
-        self.parent = np.arange(count)
-        self.columns: dict[Node, Columns] = {product: np.arange(count)}
+        own = np.arange(int(product.type.columns))
+        self.first = own  # of each column's class the first column; replaced, never written to
+        self.columns: dict[Node, Columns] = {product: own}
 
     def admit(self, node: Node) -> bool:
         """Takes a value into the epilogue; False, and no change, if it would tie too many."""
@@ -36,24 +36,17 @@ class Ties:
         if all(s is sources[0] for s in sources) and node.op.group == "elementwise":
             self.columns[node] = sources[0]
             return True
-        before = self.parent.copy()
+        before = self.first
         mapped = self._mapped(node)
-        if np.bincount(self._roots()).max(initial=0) > TILE_COLUMNS:
-            self.parent = before
+        if self.first is not before and self.widest() > TILE_COLUMNS:
+            self.first = before
             return False
         self.columns[node] = mapped
         return True
 
     def widest(self) -> int:
         """The number of columns of the largest class."""
-        return int(np.bincount(self._roots()).max(initial=0))
-
-    def _roots(self) -> Columns:
-        while True:
-            jumped = self.parent[self.parent]
-            if np.array_equal(jumped, self.parent):
-                return jumped
-            self.parent = jumped
+        return int(np.bincount(self.first).max(initial=0))
 
     def _of(self, node: Node, like: Node) -> Columns:
         """The columns of an input, spread over the columns of the value made of it."""
@@ -101,9 +94,20 @@ class Ties:
         return chosen
 
     def _unite(self, a: Columns, b: Columns) -> None:
+        """Makes one class of those of a[i] and b[i], for each i."""
         while True:
-            roots = self._roots()
-            low, high = np.minimum(roots[a], roots[b]), np.maximum(roots[a], roots[b])
-            if np.array_equal(low, high):
+            one, other = self.first[a], self.first[b]
+            if np.array_equal(one, other):
                 return
-            np.minimum.at(self.parent, high, low)
+            joined = self.first.copy()
+            np.minimum.at(joined, np.maximum(one, other), np.minimum(one, other))
+            self.first = _flat(joined)
+
+
+def _flat(parents: Columns) -> Columns:
+    """The root of each column, where `parents` leads towards it."""
+    while True:
+        nearer = parents[parents]
+        if np.array_equal(nearer, parents):
+            return parents
+        parents = nearer

@@ -114,21 +114,25 @@ def differentiate_program(
     if deferral is not None:
         return _Form(program, deferral).pair(names, sums)
     forms = {chosen: _Form(program, chosen) for chosen in (True, False)}
-    multiplied = frozenset(str(i.attributes["name"]) for i in _multiplied(program))
+    trained = frozenset(str(i.attributes["name"]) for i in _trained(program))
 
     def plans(chosen: bool) -> list[Plan]:
-        pair = forms[chosen].pair(multiplied)
+        pair = forms[chosen].pair(trained)
         return [plan for plan in (pair.forward_plan, pair.backward_plan) if plan]
 
     kept = keeps_deferred(forms[True].graph, forms[False].graph, plans)
     return forms[kept].pair(names, sums)
 
 
-def _multiplied(program: Graph) -> list[Node]:
-    """The inputs that products depend on: other gradients are alike, deferred or not."""
+def _trained(program: Graph) -> list[Node]:
+    """The inputs whose gradients training takes: what products depend on, biases and weights.
+
+    Others, such as tables of angles, are matrices whose gradients are alike, deferred or not.
+    """
     products = [n for n in program.nodes() if n.op is Op.MATMUL]
     reached = set(topological(products))
-    return [i for i in program.inputs if i in reached and i.type.kind == REAL]
+    real = [i for i in program.inputs if i.type.kind == REAL]
+    return [i for i in real if i in reached or i.type.rows == 1]
 
 
 @dataclass(frozen=True, eq=False)

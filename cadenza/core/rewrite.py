@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 from cadenza.core.errors import VerificationError
@@ -118,18 +119,22 @@ def rewrite(roots: Iterable[Node], rules: Sequence[Rule]) -> list[Node]:
 def _settle(node: Node, rules: Mapping[Op, Sequence[Rule]], done: dict[Node, Node]) -> Node:
     if node in done:
         return done[node]
-    current = rebuild(node, [_settle(i, rules, done) for i in node.inputs])
-    made = next((r for rule in rules[current.op] if (r := rule(current)) is not None), None)
-    if made is not None and made.type != node.type:
-        raise VerificationError(f"a rule turned {node!r} into {made!r}")
-    final = current if made is None else _settle(made, rules, done)
+    settled = [done[i] if i in done else _settle(i, rules, done) for i in node.inputs]
+    final = current = rebuild(node, settled)
+    for rule in rules[current.op]:
+        made = rule(current)
+        if made is not None:
+            if made.type != node.type:
+                raise VerificationError(f"a rule turned {node!r} into {made!r}")
+            final = _settle(made, rules, done)
+            break
     done[node] = done[current] = done[final] = final
     return final
 
 
 def rebuild(node: Node, inputs: Sequence[Node]) -> Node:
     """The same operation over other inputs."""
-    if all(a is b for a, b in zip(inputs, node.inputs, strict=True)):
+    if all(map(is_, inputs, node.inputs)):
         return node
     return node.builder.make(node.op, tuple(inputs), node.attributes)
 

@@ -68,13 +68,11 @@ def save(graph: Graph, joint: Graph, adjoints: set[Node]) -> list[Node]:
         return price - 0.5 if node.op is Op.CAST else price  # rounded already: keeping it is exact
 
     def sources(node: Node) -> tuple[Node, ...] | None:
-        if node.op in LEAVES or node in outputs:
-            return ()
         final = reduces_matrix(node) or node.op is Op.MATMUL or node in searched
         return None if final and node in forward else node.inputs
 
     roots = _forward_roots(joint, adjoints)
-    return [node for node in minimum_cut(roots, weight, sources) if weight(node) > 0]
+    return minimum_cut(roots, weight, sources)
 
 
 def _unmoved(node: Node) -> Node:

@@ -167,10 +167,9 @@ class _Scheduler:
             if not foreign:
                 return
             cut = minimum_cut(foreign, self._weight, self._made_from)
-            new = [n for n in cut if n not in self.stored and not is_vector(n)]
-            if not new:
+            if not cut:
                 return
-            for node in new:
+            for node in cut:
                 self.store(node)
 
     def _store_besides(self) -> None:
@@ -188,10 +187,6 @@ class _Scheduler:
         return self.size(node) if self.readiness.stage(node).in_product else float("inf")
 
     def _made_from(self, node: Node) -> tuple[Node, ...] | None:
-        if node in self.hitched:
-            return node.inputs
-        if node in self.stored or is_vector(node) or node in self.leaves:
-            return ()
         return None if is_product(node) else node.inputs
 
     def _walk(self, key: Key, again: bool) -> _Walk:
