@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import cadenza as cz
 from cadenza import backends
+from cadenza import lang as L
 from cadenza.backends.triton.tuning import choices
 from cadenza.core.parse import parse
 
@@ -64,6 +65,9 @@ def hook_inside_of_a_layer():
 FURTHER = [
     (lambda: cz.block(3),),
     (lambda: cz.epilogue(lambda: 1.0),),
+    (lambda: L.row_sum(tensor(2, 3, 8)),),
+    (lambda: L.where(X, X, 0.0),),
+    (lambda: L.cast(X, torch.int8),),
     (lambda: cz.ops.linear(X, W, softcap=-1.0),),
     (lambda: cz.ops.qkv_projection(X, W, head_dim=4, heads=1, interleaved=True),),
     (lambda: cz.nn.LinearCrossEntropy(8, 9, weight=1.0),),

@@ -135,6 +135,16 @@ SHAPES = [
       "4 columns, shared by the heads, or 8", "L.qk_norm(x, w, head_dim) with w [1, head_dim]")),
 ]  # fmt: skip
 
+
+def argument(function, name, found, expected, parameters):
+    return (
+        f"argument {name} of L.{function}",
+        f"{name}={found}",
+        expected,
+        f"L.{function}({parameters})",
+    )
+
+
 ARGUMENTS = [
     (lambda x: x**2.5, ("power of x [M, 8]", "exponent 2.5", "a whole number", POWER)),
     (lambda x: x**x, ("power of x [M, 8]", "exponent <value input [M, 8]>", "a whole number",
@@ -152,6 +162,16 @@ ARGUMENTS = [
      ("dropout of all or less than nothing", "p=1.5", "0 <= p < 1", "L.dropout(x, 0.1, seed)")),
     (lambda x: L.dropout(x, 0.5, 3.5),
      ("random of [1, 1]", "a real seed [1, 1]", "one whole number", SEED)),
+    (lambda x: L.dropout(x, "a", 3), argument("dropout", "p", "'a'", "a number", "x, p, seed")),
+    (lambda x: L.columns(x, 0.0, 4),
+     argument("columns", "start", "0.0", "a whole number", "x, start, stop")),
+    (lambda x: L.relu(3), argument("relu", "x", "3", "a value of the program", "x")),
+    (lambda x: L.rms_norm(x, "w"),
+     argument("rms_norm", "w", "'w'", "a value of the program", "x, w, eps=1e-06, offset=0.0")),
+    (lambda x: L.matmul(x, x, transpose_b=1),
+     argument("matmul", "transpose_b", "1", "True or False",
+              "a, b, transpose_a=False, transpose_b=False")),
+    (lambda x: L.name(x, None), argument("name", "label", "None", "a text", "value, label")),
     (lambda x: L.name(x, "a b"),
      ("a value's name that is not a name in Python", "'a b'",
       "letters, digits and underscores, no keyword", "L.name(x, 'x1')")),

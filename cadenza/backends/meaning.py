@@ -13,8 +13,9 @@ import torch
 
 from cadenza.backends.random import uniform
 from cadenza.core.dispatch import register
+from cadenza.core.errors import ProgramError
 from cadenza.core.ir import Node
-from cadenza.core.ops import Op
+from cadenza.core.ops import FLOATS, Op
 
 Tensor = torch.Tensor
 NUMBERS = (Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.MAXIMUM, Op.MINIMUM, Op.COMPARE, Op.WHERE,
@@ -136,27 +137,67 @@ LEAVES: dict[Op, Callable[..., Tensor]] = {
     Op.RANDOM: lambda seed, like, rows, columns: uniform(seed, rows, columns, like),
 }
 
+
+def _cast(x: Tensor, dtype: str) -> Tensor:
+    if dtype not in FLOATS:
+        raise ProgramError(
+            "cast of a tensor",
+            found=f"dtype {dtype!r}",
+            expected=f"one of {', '.join(FLOATS)}",
+            write="L.cast(x, 'float32'), or another floating dtype by name",
+        )
+    return x.to(getattr(torch, dtype))
+
+
+def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
+    if condition.dtype != torch.bool:
+        raise ProgramError(
+            "where of tensors",
+            found=f"a condition of {condition.dtype}",
+            expected="a comparison",
+            write="L.where(a < b, ...)",
+        )
+    return torch.where(condition, a, b)
+
+
 # The same function run on tensors: dtypes are torch's, shapes those of the tensor at hand.
 PLAIN: dict[Op, Callable[..., Any]] = MEANING | {
-    Op.CAST: lambda x, dtype: x.to(getattr(torch, dtype)),
+    Op.CAST: _cast,
+    Op.WHERE: _where,
     Op.COLUMN_INDEX: lambda x: torch.arange(x.shape[1], device=x.device)[None],
     Op.ROW_INDEX: lambda x: torch.arange(x.shape[0], device=x.device)[:, None],
     Op.RANDOM: lambda x, seed: uniform(seed, *x.shape, like=x),
 }
 
 
-# By name, with whether Python's numbers are taken: torch.compile follows no hash but str's.
-_OF_NAME = {op.name: (function, op in NUMBERS) for op, function in PLAIN.items()}
+# By name, with whether Python's numbers are taken and whether rows and columns are told apart:
+# torch.compile follows no hash but str's.
+_OF_NAME = {
+    op.name: (function, op in NUMBERS, op.group != "elementwise") for op, function in PLAIN.items()
+}
 
 
 def evaluate(op: Op, values: Sequence[Any], attributes: dict[str, Any]) -> Any:
     """One operation on tensors with torch's own dtypes: what `lang` does outside of a trace."""
-    function, numbers = _OF_NAME[op.name]
+    function, numbers, of_matrices = _OF_NAME[op.name]
+    if of_matrices:
+        for value in values[:1] if op is Op.RANDOM else values:  # its seed has no rows
+            if isinstance(value, Tensor) and value.dim() != 2:
+                raise _no_matrix(op, value)
     if not numbers:
         values = [
             v if isinstance(v, Tensor) or op is Op.RANDOM else _like(values, v) for v in values
         ]
     return function(*values, **attributes)
+
+
+def _no_matrix(op: Op, value: Tensor) -> ProgramError:
+    return ProgramError(
+        f"{op.label} of a tensor {list(value.shape)}",
+        found=f"{value.dim()} dimensions",
+        expected="rows and columns: [M, N], [M, 1] or [1, N]",
+        write="x.flatten(0, -2) before the function, w[None] of a vector; @cz.block does both",
+    )
 
 
 def _like(values: Sequence[Any], number: float) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from cadenza.core.dispatch import Value, composite
+from cadenza.core.dispatch import Shaped, Value, composite
 from cadenza.core.errors import ProgramError
 from cadenza.core.primitives import (
     abs,
@@ -71,25 +71,25 @@ def __getattr__(name: str) -> Any:
 
 
 @composite
-def relu(x: Value) -> Value:
+def relu(x: Shaped) -> Value:
     """max(x, 0); its derivative at 0 is 0."""
     return where(x > 0.0, x, 0.0)
 
 
 @composite
-def relu2(x: Value) -> Value:
+def relu2(x: Shaped) -> Value:
     """relu(x)²."""
     return relu(x) ** 2
 
 
 @composite
-def silu(x: Value) -> Value:
+def silu(x: Shaped) -> Value:
     """x · sigmoid(x)."""
     return x * sigmoid(x)
 
 
 @composite
-def gelu(x: Value, approximate: str = "none") -> Value:
+def gelu(x: Shaped, approximate: str = "none") -> Value:
     """x · Φ(x), by erf ("none") or by tanh ("tanh"), as torch.nn.functional.gelu."""
     if approximate == "none":
         return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
@@ -101,34 +101,34 @@ def gelu(x: Value, approximate: str = "none") -> Value:
 
 
 @composite
-def softcap(x: Value, cap: float) -> Value:
+def softcap(x: Shaped, cap: Value) -> Value:
     """cap · tanh(x / cap), as in Gemma 2."""
     return cap * tanh(x / cap)
 
 
 @composite
-def swiglu(x: Value) -> Value:
+def swiglu(x: Shaped) -> Value:
     """silu(gate) · up of x = [gate; up]: [M, 2F] to [M, F]."""
     gate, up = split(x)
     return silu(gate) * up
 
 
 @composite
-def geglu(x: Value, approximate: str = "none") -> Value:
+def geglu(x: Shaped, approximate: str = "none") -> Value:
     """gelu(gate) · up of x = [gate; up]: [M, 2F] to [M, F]."""
     gate, up = split(x)
     return gelu(gate, approximate) * up
 
 
 @composite
-def reglu(x: Value) -> Value:
+def reglu(x: Shaped) -> Value:
     """relu(gate) · up of x = [gate; up]: [M, 2F] to [M, F]."""
     gate, up = split(x)
     return relu(gate) * up
 
 
 @composite
-def dropout(x: Value, p: float, seed: Value) -> Value:
+def dropout(x: Shaped, p: float, seed: Value) -> Value:
     """x / (1 - p) where a random number reaches p, else 0; the same in forward and backward."""
     if not 0.0 <= p < 1.0:
         raise ProgramError(
@@ -144,14 +144,14 @@ def dropout(x: Value, p: float, seed: Value) -> Value:
 
 
 @composite
-def rms_norm(x: Value, w: Value, eps: float = 1e-6, offset: float = 0.0) -> Value:
+def rms_norm(x: Shaped, w: Shaped | None, eps: Value = 1e-6, offset: float = 0.0) -> Value:
     """x · rsqrt(mean(x²) + eps) · (w + offset); w [1, N] or None; offset 1 as in Gemma."""
     y = x * rsqrt(row_mean(x**2) + eps)
     return y if w is None else y * (w + offset if offset else w)
 
 
 @composite
-def layer_norm(x: Value, w: Value, b: Value = None, eps: float = 1e-5) -> Value:
+def layer_norm(x: Shaped, w: Shaped | None, b: Shaped | None = None, eps: Value = 1e-5) -> Value:
     """(x - mean) · rsqrt(variance + eps) · w + b; w and b [1, N] or None."""
     y = (x - row_mean(x)) * rsqrt(row_variance(x) + eps)
     y = y if w is None else y * w
@@ -160,7 +160,7 @@ def layer_norm(x: Value, w: Value, b: Value = None, eps: float = 1e-5) -> Value:
 
 @composite
 def qk_norm(
-    x: Value, w: Value, head_dim: int, heads: int | None = None, eps: float = 1e-6
+    x: Shaped, w: Shaped, head_dim: int, heads: int | None = None, eps: Value = 1e-6
 ) -> Value:
     """RMSNorm of each of the first `heads` heads (all by default) of x [M, heads · head_dim …].
 
@@ -183,9 +183,9 @@ def qk_norm(
 
 @composite
 def rope(
-    x: Value,
-    cos: Value,
-    sin: Value,
+    x: Shaped,
+    cos: Shaped,
+    sin: Shaped,
     head_dim: int,
     *,
     heads: int | None = None,

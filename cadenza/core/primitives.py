@@ -9,7 +9,7 @@ from __future__ import annotations
 from keyword import iskeyword
 from typing import Any
 
-from cadenza.core.dispatch import Value, apply, composite
+from cadenza.core.dispatch import Shaped, Value, apply, checked, composite
 from cadenza.core.errors import ProgramError
 from cadenza.core.ir import Node
 from cadenza.core.ops import Op
@@ -89,21 +89,24 @@ def stored(x: Value) -> Value:
 # --- columns -------------------------------------------------------------------------------------
 
 
-def split(x: Value, inner: int | None = None) -> tuple[Value, Value]:
+@checked
+def split(x: Shaped, inner: int | None = None) -> tuple[Value, Value]:
     """The two parts of the columns seen as (outer, 2, inner), each [M, N/2].
 
     inner = N/2 (the default) gives halves, 1 interleaved pairs, head_dim/2 the halves of heads.
     """
-    inner = x.shape[1] // 2 if inner is None and isinstance(x.shape[1], int) else inner
+    inner = x.shape[-1] // 2 if inner is None and isinstance(x.shape[-1], int) else inner
     first = apply(Op.SPLIT, x, part=0, inner=inner)
     return first, apply(Op.SPLIT, x, part=1, inner=inner)
 
 
-def join(a: Value, b: Value, inner: int | None = None) -> Value:
+@checked
+def join(a: Shaped, b: Shaped, inner: int | None = None) -> Value:
     """The inverse of `split`: [M, N/2] twice to [M, N]; by default a's columns, then b's."""
     return apply(Op.JOIN, a, b, inner=a.shape[1] if inner is None else inner)
 
 
+@checked
 def columns(x: Value, start: int, stop: int) -> Value:
     """The columns start:stop, [M, stop - start]."""
     return apply(Op.COLUMNS, x, start=start, stop=stop)
@@ -114,11 +117,13 @@ def concat(*values: Value) -> Value:
     return apply(Op.CONCAT, *values)
 
 
+@checked
 def repeat(x: Value, times: int) -> Value:
     """Each column `times` times in a row: one number a group, spread over the group."""
     return apply(Op.REPEAT, x, times=times)
 
 
+@checked
 def tile(x: Value, times: int) -> Value:
     """All columns, `times` times over: a pattern repeated over groups."""
     return apply(Op.TILE, x, times=times)
@@ -138,7 +143,8 @@ def row_index(x: Value) -> Value:
     return apply(Op.ROW_INDEX, x)
 
 
-def random(x: Value, seed: Value) -> Value:
+@checked
+def random(x: Shaped, seed: Value) -> Value:
     """Uniform numbers in [0, 1), one for each element of x: a function of seed, row and column.
 
     24 bits of Philox 4x32-10 (Salmon et al., 2011). `seed` is a whole number or an int64 tensor
@@ -158,7 +164,7 @@ def row_sum(x: Value) -> Value:
 
 
 @composite
-def row_mean(x: Value) -> Value:
+def row_mean(x: Shaped) -> Value:
     """The mean of each row, [M, 1]."""
     return row_sum(x) / x.shape[1]
 
@@ -199,11 +205,13 @@ def column_max(x: Value) -> Value:
     return apply(Op.COLUMN_MAX, x)
 
 
+@checked
 def group_sum(x: Value, size: int) -> Value:
     """The sum over each group of `size` columns, [M, N/size]."""
     return apply(Op.GROUP_SUM, x, size=size)
 
 
+@checked
 def group_max(x: Value, size: int) -> Value:
     """The largest of each group of `size` columns, [M, N/size]."""
     return apply(Op.GROUP_MAX, x, size=size)
@@ -225,6 +233,7 @@ def pick(x: Value, index: Value) -> Value:
 # --- products ------------------------------------------------------------------------------------
 
 
+@checked
 def matmul(a: Value, b: Value, transpose_a: bool = False, transpose_b: bool = False) -> Value:
     """The matrix product of a and b, either transposed."""
     if isinstance(a, Node) or isinstance(b, Node):
@@ -234,12 +243,13 @@ def matmul(a: Value, b: Value, transpose_a: bool = False, transpose_b: bool = Fa
 
 
 @composite
-def linear(x: Value, w: Value, bias: Value = None) -> Value:
+def linear(x: Value, w: Value, bias: Shaped | None = None) -> Value:
     """x [M, K] @ w[N, K].T + bias [1, N]: [M, N], as torch.nn.functional.linear."""
     y = matmul(x, w, transpose_b=True)
     return y if bias is None else y + bias
 
 
+@checked
 def name(value: Value, label: str) -> Value:
     """The value itself, called `label` in printed programs; the last name given to it holds."""
     if isinstance(value, Node):

@@ -22,6 +22,7 @@ from cadenza.library.blocks import BUILT_IN
 from cadenza.library.function import Epilogue, Program
 from cadenza.library.operands import size_of
 from cadenza.library.variants import VARIANTS, Variant
+from cadenza.tools.blame import is_ours
 from cadenza.tools.fault import Fault
 
 DEFAULTS = {"M": 16384, "D": 4096, "F": 14336, "H": 32, "KV": 8, "HD": 128, "V": 128256}
@@ -240,6 +241,8 @@ def load_module(place: str) -> ModuleType:
         raise Fault(str(error)) from None
     except Fault:
         raise
-    except Exception as error:  # noqa: BLE001  # whatever an author's file does when it is run
+    except Exception as error:  # whatever an author's file does when it is run
+        if is_ours(error):
+            raise
         raise Fault(f"{place} cannot be imported: {type(error).__name__}: {error}") from None
     return module

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from cadenza.tools.audit.attention import pairs
+from cadenza.tools.blame import is_ours
 from cadenza.tools.fault import Fault
 
 Tensor = torch.Tensor
@@ -85,7 +86,9 @@ class Model:
         with _watched(calls):
             try:
                 self.module(*self.args, **self.kwargs)
-            except Exception as error:  # noqa: BLE001  # whatever an author's model does
+            except Exception as error:  # whatever an author's model does
+                if is_ours(error):
+                    raise
                 name, kind = type(self.module).__name__, type(error).__name__
                 raise Fault(f"{name} fails on its batch: {kind}: {error}") from None
         return {layer: found for layer, found in calls.items() if found}

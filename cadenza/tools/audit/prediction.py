@@ -16,6 +16,7 @@ from cadenza.tools.audit.counting import CLASSES, OPTIMIZER, PRODUCTS, Launch
 from cadenza.tools.audit.parts import REST, Model, Part
 from cadenza.tools.audit.rates import EIGHT, SHORT, Rates, Timed
 from cadenza.tools.audit.trace import PASSES, Step, traced, updated
+from cadenza.tools.blame import is_ours
 
 EAGER, COMPILED, CADENZA = "eager", "compiled", "cadenza"
 VARIANTS = (EAGER, COMPILED, CADENZA)
@@ -138,7 +139,9 @@ def predict(
     variants = {EAGER: costs(parts, traced)}
     try:
         variants[COMPILED] = costs(parts, compiled)
-    except Exception as error:  # noqa: BLE001  # what torch.compile can't trace, it says itself
+    except Exception as error:  # what torch.compile can't trace, it says itself
+        if is_ours(error):
+            raise
         missing[COMPILED] = _reason(error)
     found = after()
     if isinstance(found, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from cadenza.tools.audit.recognise import Unrecognised, replaced
 from cadenza.tools.audit.sizes import SIZES
 from cadenza.tools.audit.stock import StockDecoder
 from cadenza.tools.audit.twin import TwinDecoder
+from cadenza.tools.blame import is_ours
 from cadenza.tools.fault import Fault
 from cadenza.tools.target import load_module
 
@@ -110,8 +112,11 @@ class FunctionSubject:
     def before(self) -> Model:
         """The model as it is."""
         try:
+            inspect.signature(self.function).bind()  # its own words, whoever calls it
             found = made(self.function)
-        except Exception as error:  # noqa: BLE001  # whatever an author's function does
+        except Exception as error:  # whatever an author's function does
+            if is_ours(error):
+                raise
             raise Fault(f"{self.name} fails: {type(error).__name__}: {error}") from None
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], nn.Module):
             raise Fault(f"{self.name} must return a module and a batch: return module, batch")

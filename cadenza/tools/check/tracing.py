@@ -13,6 +13,7 @@ from cadenza.core.ir import Graph, verify
 from cadenza.core.ops import BOOLEAN, TypeRuleError
 from cadenza.core.storage import dtypes_of
 from cadenza.core.trace import trace
+from cadenza.tools.blame import OURS, is_ours
 from cadenza.tools.check.findings import Finding
 from cadenza.tools.check.subject import Subject
 from cadenza.tools.target import Target, declaration, place_of
@@ -40,6 +41,8 @@ def traced(subject: Subject) -> Traced:
     except ProgramError as error:
         return Traced(_refused(error, place_of(error, subject.program)))
     except Exception as error:  # noqa: BLE001  # whatever an author's function does on symbols
+        if is_ours(error):
+            return Traced([Finding(TRACES, False, f"{subject.place}: {_said(error)}", OURS)])
         if _is_unwritten(error, subject):
             said = f"{_place(error, subject)}: not written yet"
             return Traced([Finding(TRACES, False, said, f"write the body of {subject.name}")])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from cadenza.core.errors import ProgramError
 from cadenza.core.ir import Graph
 from cadenza.core.ops import REAL, Op
+from cadenza.tools.blame import OURS, is_ours
 from cadenza.tools.check.agreement import (
     ROUNDING,
     Function,
@@ -34,7 +36,6 @@ from cadenza.tools.target import Target
 Tensor = torch.Tensor
 RAGGED = (0, 1, 127, 129)
 FORMULA = 1e-9  # of a value's size: how far a reference's other order of operations may be off
-OURS = "a fault of Cadenza's: please report it, with the program"
 KEPT = "outputs of one shape: a reduction of each row is [M, 1], with keepdim=True in torch"
 GUARD = "keep logarithms, roots and divisions from zero: L.maximum(x, 1e-6), or add an eps"
 JUMPS = "the function jumps there, or its pieces don't meet: make it continuous"
@@ -108,18 +109,15 @@ class Values:
         """Outputs and gradients against what the author says they should be."""
         check, name = "reference", getattr(reference, "__name__", "the reference")
         try:
-            outputs = labelled(reference(**self.arguments))
-            if list(outputs) != list(self.exact.outputs):
-                said = f"{len(self.exact.outputs)} outputs, {len(outputs)} of {name}"
-                return Finding(check, False, said, f"return what {name} returns, in its structure")
-            problem = _shapes_apart(self.exact.outputs, outputs, name)
-            if problem:
-                return Finding(check, False, problem, KEPT)
-            expected = results(reference, self.arguments, self.upstream)
-        except Exception as error:  # noqa: BLE001  # whatever an author's reference raises
-            said = " ".join(f"{name} raises {type(error).__name__}: {error}".split())
-            call = ", ".join(self.arguments)
-            return Finding(check, False, said, f"def {name}({call}): the call's own arguments")
+            outputs = labelled(_asked(reference, **self.arguments))
+            said = _otherwise(self.exact.outputs, outputs, name)
+            if said:
+                return Finding(check, False, *said)
+            expected = _asked(results, reference, self.arguments, self.upstream)
+        except _Failed as failed:
+            said = " ".join(f"{name} raises {failed.kind}: {failed}".split())
+            call = f"def {name}({', '.join(self.arguments)}): the call's own arguments"
+            return Finding(check, False, said, OURS if failed.ours else call)
         problem = _apart(self.exact, expected, name, max(FORMULA, self.allowed))
         if problem:
             return Finding(check, False, problem, f"compare the formula with {name}'s")
@@ -220,13 +218,34 @@ def _apart(ours: Results, theirs: Results, name: str, allowed: float) -> str:
     return ""
 
 
-def _shapes_apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], name: str) -> str:
-    """The first output whose shape differs."""
+class _Failed(Exception):
+    """What an author's reference raises, and whether the fault is ours."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.kind, self.ours = type(error).__name__, is_ours(error)
+
+
+def _asked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What it returns. Raises _Failed."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        raise _Failed(error) from error
+
+
+def _otherwise(ours: Mapping[str, Tensor], theirs: Mapping[str, Any], name: str) -> Problem | None:
+    """How a reference's outputs are no tensors of ours' labels and shapes."""
+    if list(theirs) != list(ours):
+        said = f"{len(ours)} outputs, {len(theirs)} of {name}"
+        return said, f"return what {name} returns, in its structure"
     for label, value in theirs.items():
+        if not isinstance(value, Tensor):
+            return f"output {label} of {name} is a {type(value).__name__}", "return tensors there"
         if ours[label].shape != value.shape:
             shapes = f"{list(ours[label].shape)}, {name}'s {list(value.shape)}"
-            return f"output {label} is {shapes}"
-    return ""
+            return f"output {label} is {shapes}", KEPT
+    return None
 
 
 def _equals(graph: Graph) -> bool:
