@@ -17,17 +17,20 @@ from typing import Any, NamedTuple
 import torch
 from loss_options import example
 from planned import large_call
+from test_numbers import every_number
 
 from cadenza.backends.triton.compiled import CompilationError, report
 from cadenza.backends.triton.launches import Launch
 from cadenza.backends.triton.program import Program
 from cadenza.backends.triton.target import Target
+from cadenza.core.pipeline import compile_program
 from cadenza.core.plan import Plan
+from cadenza.core.trace import Operand, Signature
 from cadenza.library import specialize
 from cadenza.library.blocks import BUILT_IN
 from cadenza.library.cross_entropy import linear_cross_entropy
 
-LOSSES = "losses"
+LOSSES, NUMBERS = "losses", "numbers"
 TERMS = (
     {},
     {"bias": True, "label_smoothing": 0.1, "z_loss": 1e-3},
@@ -88,11 +91,21 @@ def plans(task: Task) -> Iterator[tuple[str, Plan]]:
     if LOSSES in task.blocks:
         yield from plans_of_losses()
         return
+    if NUMBERS in task.blocks:
+        yield "numbers", plan_of_numbers(task.dtype)
+        return
     for name in task.blocks or BUILT_IN:
         pair = large_call(name, task.dtype).pair()
         yield f"{name} forward", pair.forward_plan
         if pair.backward_plan is not None and not task.kernels:
             yield f"{name} backward", pair.backward_plan
+
+
+def plan_of_numbers(dtype: str) -> Plan:
+    """The plan of a program with constants that Triton may print or fold in its own way."""
+    sizes = {"x": ("M", 256), "w": (256, 256), "r": ("M", 1)}
+    operands = tuple(Operand(name, *size, dtype) for name, size in sizes.items())
+    return compile_program(every_number, Signature(operands)).forward_plan
 
 
 def plans_of_losses() -> Iterator[tuple[str, Plan]]:

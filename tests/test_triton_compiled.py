@@ -42,6 +42,13 @@ def test_every_kernel_of_losses_fits_hopper(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_kernels_with_every_number_fit_every_target(tmp_path: Path) -> None:
+    found = reports([Task(name, blocks=["numbers"]) for name in NAMES], tmp_path)
+    assert {f.target for f in found} == set(NAMES)
+    assert_fits(found)
+
+
+@pytest.mark.slow
 def test_a_kernel_fits_every_target(tmp_path: Path) -> None:
     found = reports([Task(name, "bfloat16", ["llama-mlp"], 1) for name in NAMES], tmp_path)
     assert sorted(f.target for f in found) == sorted(NAMES)

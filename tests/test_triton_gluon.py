@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from kernel_reports import NUMBERS, plan_of_numbers
 from planned import large_call
 
 from cadenza import lang as L
@@ -68,6 +69,8 @@ def of_block(
     name: str, dtype: str = "bfloat16", cut: Configuration | None = None
 ) -> list[GluonLaunch | str]:
     """The products of both plans of a built-in block at the sizes of an 8 B model."""
+    if name == NUMBERS:
+        return list(launches(plan_of_numbers(dtype), cut))
     pair = large_call(name, dtype).pair()
     plans = [pair.forward_plan, *([pair.backward_plan] if pair.backward_plan else [])]
     return [launch for plan in plans for launch in launches(plan, cut)]
@@ -172,6 +175,13 @@ def test_a_kernel_of_every_layout_compiles_for_hopper(tmp_path: Path) -> None:
 def test_every_kernel_of_every_block_compiles_for_hopper(tmp_path: Path) -> None:
     tasks = [(name, "bfloat16", -1, 0) for name in BUILT_IN]
     assert_fits(compiled([*tasks, ("llama", "float16", -1, 0)], tmp_path))
+
+
+@pytest.mark.slow
+def test_a_kernel_with_every_number_compiles_for_hopper(tmp_path: Path) -> None:
+    found = compiled([("numbers", "bfloat16", -1, 0)], tmp_path)
+    assert len(found) == 2
+    assert_fits(found)
 
 
 @pytest.mark.slow

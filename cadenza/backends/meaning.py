@@ -5,6 +5,7 @@ The same table gives traced programs their values and plain functions theirs.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,6 +88,17 @@ def takes_numbers(node: Node) -> bool:
     return node.op is Op.RANDOM or (node.op in NUMBERS and mixed)
 
 
+def number_in(value: Any, dtype: torch.dtype) -> Any:
+    """A number as a dtype has it: infinite beyond its range, where torch would refuse it."""
+    if isinstance(value, float) and abs(value) > torch.finfo(dtype).max:
+        return math.copysign(math.inf, value)
+    return value
+
+
+def _full(like: Tensor, value: Any, rows: int, columns: int) -> Tensor:
+    return like.new_full((rows, columns), number_in(value, like.dtype))
+
+
 def _round(x: Tensor, dtype: str) -> Tensor:
     return x.to(getattr(torch, dtype)).to(x.dtype)
 
@@ -131,7 +143,7 @@ MEANING: dict[Op, Callable[..., Any]] = {
 
 # Leaves need to know the number of rows, the compute type and the device: `like` has the last two.
 LEAVES: dict[Op, Callable[..., Tensor]] = {
-    Op.CONSTANT: lambda like, value, rows, columns: like.new_full((rows, columns), value),
+    Op.CONSTANT: _full,
     Op.COLUMN_INDEX: lambda like, rows, columns: torch.arange(columns, device=like.device)[None],
     Op.ROW_INDEX: lambda like, rows, columns: torch.arange(rows, device=like.device)[:, None],
     Op.RANDOM: lambda seed, like, rows, columns: uniform(seed, rows, columns, like),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cadenza.backends.meaning import LEAVES, MEANING, takes_numbers
+from cadenza.backends.meaning import LEAVES, MEANING, number_in, takes_numbers
 from cadenza.core.ir import Node
 from cadenza.core.ops import BOOLEAN, REAL, Op
 
@@ -29,7 +29,8 @@ class Steps:
         """The node's value, given those of its inputs and the number of rows."""
         attributes, inputs = node.attributes, node.inputs
         if node in self.numbers:
-            return lambda values, rows: attributes["value"]
+            number = number_in(attributes["value"], self.compute)
+            return lambda values, rows: number
         if node.op in LEAVES:
             return _leaf(node)
         function = MEANING[node.op]

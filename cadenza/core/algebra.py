@@ -6,6 +6,7 @@ products and sums when a rule asks, and `build` makes an ordinary expression of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -45,7 +46,7 @@ class Monomial:
     def to_the(self, exponent: int) -> Monomial:
         """A whole power of it."""
         powers = {node: power * exponent for node, power in self.powers.items()}
-        return Monomial(self.coefficient**exponent, powers)
+        return Monomial(_number_to_the(self.coefficient, exponent), powers)
 
     def without(self, nodes: Iterable[Node]) -> Monomial:
         """What is left when some factors are taken out."""
@@ -68,10 +69,16 @@ def factors(
     """The value as a product: through products, quotients, negation and whole powers.
 
     Of a sum for which `opens` holds, the vectors that all its terms share are factors too. A
-    matrix among `atoms` is taken whole.
+    matrix among `atoms` is taken whole, and so is what a number makes zero or infinite.
     """
     if node in atoms and not is_vector(node):
         return Monomial(1.0, {node: 1})
+    found = _factors(node, opens, atoms)
+    usual = found.coefficient != 0 and math.isfinite(found.coefficient)
+    return found if usual else Monomial(1.0, {node: 1})
+
+
+def _factors(node: Node, opens: Callable[[Node], bool], atoms: Container[Node]) -> Monomial:
     match node.op:
         case Op.CONSTANT if kind(node) == "scalar":
             return Monomial(float(node.attributes["value"]))
@@ -103,6 +110,13 @@ def _shared_factors(node: Node, left: Monomial, right: Monomial) -> Monomial:
     rest = [build(term.times(shared.to_the(-1)), node.builder) for term in (left, right)]
     smaller = node.builder.make(node.op, (rest[0], rest[1]), {})
     return shared.times(Monomial(1.0, {smaller: 1}))
+
+
+def _number_to_the(base: float, exponent: int) -> float:
+    try:
+        return base**exponent
+    except OverflowError:
+        return math.inf
 
 
 def _is_zero(node: Node) -> bool:

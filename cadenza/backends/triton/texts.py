@@ -58,6 +58,8 @@ ELEMENTWISE: dict[Op, Text] = {
 
 def number(value: float) -> str:
     """A constant."""
+    if value == 0 and math.copysign(1.0, value) < 0:
+        return "device.negative_zero()"
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     return repr(value) if value >= 0 and not str(value).startswith("-") else f"({value!r})"

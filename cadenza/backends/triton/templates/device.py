@@ -28,6 +28,12 @@ def wide(x, WIDE: tl.constexpr):
         return x
 
 
+@triton.jit
+def negative_zero():
+    """-0.0, whose sign Triton drops where it is a constant."""
+    return tl.cast(-2147483648, tl.float32, bitcast=True)
+
+
 # --- columns of an accumulator --------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ from cadenza.backends.triton.templates.device import (
     merged_online,
     minimum,
     moments,
+    negative_zero,
     online,
     tanh,
     tile_at,
@@ -38,7 +39,7 @@ __all__ = [
     "arange", "arranged", "broadcast_to", "finish_row_max", "finish_row_sum", "group_max",
     "group_sum", "halves", "lane", "lanes", "largest", "load", "load_vector", "load_whole",
     "load_whole_vector", "maximum", "merged_moments", "merged_online", "minimum", "moments",
-    "online", "produce", "products", "repeated", "ring", "rows_of", "settled", "sigmoid",
+    "negative_zero", "online", "produce", "products", "repeated", "ring", "rows_of", "settled", "sigmoid",
     "store", "store_vector", "tanh", "tile_at", "uniform", "wrapped",
 ]  # fmt: skip
 

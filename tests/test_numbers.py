@@ -1,0 +1,91 @@
+"""Numbers that arithmetic treats apart: zeros, infinities, and what overflows when it is squared.
+
+A program may have any of them as a constant, wherever rules move factors out of products and
+reductions. Held against the same function on tensors, by both back ends.
+"""
+
+import math
+
+import pytest
+import torch
+from triton_plans import interpreted, quiet
+
+from cadenza import block
+from cadenza import lang as L
+
+NUMBERS = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e39, 1e200, 1e308, 1e-50, 1e-200, 5e-324,
+           2**40]  # fmt: skip
+FUNCTIONS = {
+    "a factor before a product": lambda x, w, r, c: L.linear(x * c, w),
+    "a divisor before a product": lambda x, w, r, c: L.linear(x / c, w),
+    "a divisor of a row times it": lambda x, w, r, c: L.linear(x / (r * c), w),
+    "its square": lambda x, w, r, c: L.linear((x * c) ** 2, w),
+    "a power below zero": lambda x, w, r, c: L.linear(x * (r * c) ** -2, w),
+    "a factor behind a product": lambda x, w, r, c: L.linear(x, w) / c * r,
+    "what a norm scales away": lambda x, w, r, c: L.linear(L.rms_norm(x * c, None), w),
+    "a reduction of rows": lambda x, w, r, c: L.row_sum(L.linear(x, w) * c * r),
+    "a reduction of columns": lambda x, w, r, c: L.column_sum(L.linear(x, w) * c * r),
+    "a bound": lambda x, w, r, c: L.maximum(L.linear(x, w), c) * r,
+    "a choice": lambda x, w, r, c: L.where(L.linear(x, w) > c, r, c),
+}
+
+
+def every_number(x, w, r):
+    """An epilogue and rows' finishes in which each number stands."""
+    y = L.linear(x, w)
+    for number in NUMBERS:
+        y = L.where(y > number, y / number, L.maximum(y, number) * r)
+    return y, L.linear(y * L.rsqrt(L.row_sum(y * y) / -0.0), w)
+
+
+def results(function, number, tensors, **options):
+    """Output and gradients of a program over x, w and r."""
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    y = block(function)(*leaves, number, **options)
+    found = torch.autograd.grad(y.sum(), leaves, allow_unused=True)
+    return y.detach(), *(torch.zeros(()) if g is None else g for g in found)
+
+
+def plain_results(function, number, tensors):
+    """The same by the function on tensors."""
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    y = block(function).plain(*leaves, number)
+    found = torch.autograd.grad(y.sum(), leaves, allow_unused=True)
+    return y.detach(), *(torch.zeros(()) if g is None else g for g in found)
+
+
+def drawn(dtype):
+    """x [6, 16], w [16, 16] and a column r [6, 1] above 1/2."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, r = (torch.randn(*n, generator=generator) for n in [(6, 16), (16, 16), (6, 1)])
+    return [t.to(dtype) for t in (x, w, r.abs() + 0.5)]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("number", NUMBERS, ids=str)
+def test_by_the_reference(function, number):
+    """In float64, where each is what it says; where plain is finite and normal, so is the program.
+
+    An infinite factor may be moved: where plain has none, or an infinite one, nothing is held, nor
+    is the derivative of what is no number anywhere.
+    """
+    tensors = drawn(torch.float64)
+    expected = plain_results(function, number, tensors)
+    if expected[0].isnan().all():
+        expected = expected[:1]
+    for ours, theirs in zip(results(function, number, tensors), expected, strict=False):
+        held = theirs.isfinite() & (theirs.abs() > torch.finfo(theirs.dtype).tiny)
+        torch.testing.assert_close(ours.expand_as(theirs)[held], theirs[held], rtol=1e-9, atol=0)
+
+
+@interpreted
+@quiet
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("number", NUMBERS, ids=str)
+def test_triton_and_the_reference_agree(function, number):
+    """In float32, where the largest are infinite and the smallest nothing."""
+    tensors = drawn(torch.float32)
+    expected = results(function, number, tensors, backend="reference")
+    actual = results(function, number, tensors, backend="triton")
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, equal_nan=True)
