@@ -78,6 +78,7 @@ def test_by_the_reference(function, number):
         torch.testing.assert_close(ours.expand_as(theirs)[held], theirs[held], rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow
 @interpreted
 @quiet
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)

@@ -95,10 +95,6 @@ def number_in(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _full(like: Tensor, value: Any, rows: int, columns: int) -> Tensor:
-    return like.new_full((rows, columns), number_in(value, like.dtype))
-
-
 def _round(x: Tensor, dtype: str) -> Tensor:
     return x.to(getattr(torch, dtype)).to(x.dtype)
 
@@ -143,7 +139,9 @@ MEANING: dict[Op, Callable[..., Any]] = {
 
 # Leaves need to know the number of rows, the compute type and the device: `like` has the last two.
 LEAVES: dict[Op, Callable[..., Tensor]] = {
-    Op.CONSTANT: _full,
+    Op.CONSTANT: lambda like, value, rows, columns: like.new_full(
+        (rows, columns), number_in(value, like.dtype)
+    ),
     Op.COLUMN_INDEX: lambda like, rows, columns: torch.arange(columns, device=like.device)[None],
     Op.ROW_INDEX: lambda like, rows, columns: torch.arange(rows, device=like.device)[:, None],
     Op.RANDOM: lambda seed, like, rows, columns: uniform(seed, rows, columns, like),

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from cadenza.core.dispatch import Shaped, Value, composite
+from cadenza.core.arguments import Shaped, Value
+from cadenza.core.dispatch import composite
 from cadenza.core.errors import ProgramError
 from cadenza.core.primitives import (
     abs,

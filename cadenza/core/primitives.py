@@ -9,7 +9,8 @@ from __future__ import annotations
 from keyword import iskeyword
 from typing import Any
 
-from cadenza.core.dispatch import Shaped, Value, apply, checked, composite
+from cadenza.core.arguments import Shaped, Value, checked
+from cadenza.core.dispatch import apply, composite
 from cadenza.core.errors import ProgramError
 from cadenza.core.ir import Node
 from cadenza.core.ops import Op

@@ -12,6 +12,7 @@ from torch import Tensor
 from cadenza.backends import chosen
 from cadenza.core import lang as L
 from cadenza.core.errors import ProgramError
+from cadenza.library.arguments import checked
 from cadenza.library.fakes import fake
 from cadenza.library.function import block
 from cadenza.library.operands import check_plain
@@ -25,6 +26,7 @@ def added_weight_gradient(gradient, dy, x, *, dtype):
     return L.cast(gradient + L.matmul(dy, x, transpose_a=True), dtype)
 
 
+@checked
 def accumulate_weight_gradient(gradient: Tensor, x: Tensor, dy: Tensor) -> Tensor:
     """gradient += dyᵀ · x in place, the gradient of `linear(x, w)`'s weight: returns `gradient`.
 

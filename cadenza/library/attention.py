@@ -227,5 +227,5 @@ def _is_within(value: object, least: float, most: float) -> bool:
 
 
 def _number(value: float | None) -> float | None:
-    """A number as operators of PyTorch take it, that is, none of NumPy's."""
-    return value if value is None or isinstance(value, (int, float)) else float(value)
+    """A number as operators of PyTorch take it: none of NumPy's, and none beyond int64."""
+    return None if value is None else float(value)

@@ -25,10 +25,12 @@ class Heads(NamedTuple):
         """Those of qkv `[B, S, (queries + 2 · keys) · columns]`; ProgramError where none fit."""
         whole = is_whole(queries) and is_whole(keys)
         fits = whole and min(queries, keys) > 0 and queries % max(keys, 1) == 0
-        if qkv.dim() != 3 or not fits or qkv.shape[2] % (queries + 2 * keys):
+        fits = fits and isinstance(qkv, Tensor) and qkv.dim() == 3
+        if not fits or qkv.shape[2] % (queries + 2 * keys):
+            shape = list(qkv.shape) if isinstance(qkv, Tensor) else f"a {type(qkv).__name__}"
             raise ProgramError(
                 "causal_attention of heads that don't fit",
-                found=f"qkv {list(qkv.shape)}, heads={queries!r}, key_value_heads={keys!r}",
+                found=f"qkv {shape}, heads={queries!r}, key_value_heads={keys!r}",
                 expected="[B, S, (heads + 2 * key_value_heads) * head_dim], and heads a multiple "
                 "of key_value_heads",
                 write="qkv as qkv_projection returns it, of x [B, S, D]",

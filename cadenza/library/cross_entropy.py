@@ -21,8 +21,8 @@ from cadenza.library.fakes import fake
 from cadenza.library.function import constant
 from cadenza.library.lean import lean_losses
 from cadenza.library.loss_arguments import (
+    check_form,
     check_items,
-    check_reduction,
     check_tensors,
     check_terms,
 )
@@ -97,7 +97,7 @@ def linear_cross_entropy(
         "z_loss": constant(float(z_loss)),
         "softcap": constant(None if softcap is None else float(softcap)),
     }
-    check_reduction(reduction, chunk, {"size_average": size_average, "reduce": reduce})
+    check_form(reduction, chunk, lean, {"size_average": size_average, "reduce": reduce})
     check_items(num_items_in_batch, reduction)
     given = {"bias": bias, "weight": weight, "token_weights": token_weights}
     check_tensors(x, w, target, given)

@@ -269,7 +269,9 @@ def block(function: Function | None = None, *, shapes: Shapes = None) -> Any:
     number of rows. "M 1 int64" (int32, bool) declares an operand that is no floating number.
     Raises ProgramError at the first call if the function is not a program.
     """
-    return Program(function, shapes) if function else lambda f: Program(f, shapes)
+    if function is None:
+        return lambda f: Program(f, shapes)
+    return Program(function, shapes)
 
 
 @overload
@@ -284,7 +286,9 @@ def epilogue(function: Function | None = None, *, shapes: Shapes = None) -> Any:
     x [..., K], w [N, K], acc = x @ w.T [M, N]; `shapes` may declare sizes, those of x and w too.
     Raises ProgramError at the first call if the function is not a program.
     """
-    return Epilogue(function, shapes) if function else lambda f: Epilogue(f, shapes)
+    if function is None:
+        return lambda f: Epilogue(f, shapes)
+    return Epilogue(function, shapes)
 
 
 # --- what torch.compile sees as constants ---------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cadenza.core.arguments import is_number, is_whole
 from cadenza.core.errors import ProgramError
 from cadenza.library.operands import check_plain
 
@@ -32,22 +33,24 @@ def check_terms(
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None
 ) -> None:
     """Raises ProgramError for what is no number, or one outside of its range."""
-    if not isinstance(ignore_index, int):
+    if not is_whole(ignore_index):
         raise wrong(
             f"ignore_index={ignore_index!r}",
             "a whole number: a class that does not count, or one that does not exist",
             "ignore_index=-100 where every target counts",
         )
-    if not (_is_number(label_smoothing) and 0.0 <= label_smoothing <= 1.0):
+    if not (is_number(label_smoothing) and 0.0 <= label_smoothing <= 1.0):
         raise wrong(f"label_smoothing={label_smoothing!r}", "a number in [0, 1]", "such a number")
-    if not (_is_number(z_loss) and z_loss >= 0.0):
+    if not (is_number(z_loss) and z_loss >= 0.0):
         raise wrong(f"z_loss={z_loss!r}", "the weight of logsumexp², at least 0", "z_loss=1e-4")
-    if softcap is not None and not (_is_number(softcap) and softcap > 0.0):
+    if softcap is not None and not (is_number(softcap) and softcap > 0.0):
         raise wrong(f"softcap={softcap!r}", "a bound of the logits, above 0", "softcap=None")
 
 
-def check_reduction(reduction: str, chunk: int | None, deprecated: Mapping[str, Any]) -> None:
-    """Raises ProgramError for a reduction or a chunk that is none, and for any of `deprecated`."""
+def check_form(
+    reduction: str, chunk: int | None, lean: bool, deprecated: Mapping[str, Any]
+) -> None:
+    """Raises ProgramError for what is no reduction, chunk or flag, and for any of `deprecated`."""
     for name, value in deprecated.items():
         if value is not None:
             raise wrong(
@@ -55,12 +58,16 @@ def check_reduction(reduction: str, chunk: int | None, deprecated: Mapping[str, 
                 "no such argument: torch deprecates it",
                 "reduction='mean', 'sum' or 'none'",
             )
-    if reduction not in REDUCTIONS or (chunk is not None and chunk < 1):
+    known = isinstance(reduction, str) and reduction in REDUCTIONS
+    if not known or not (chunk is None or (is_whole(chunk) and chunk >= 1)):
         raise wrong(
-            f"reduction={reduction!r}, chunk={chunk}",
+            f"reduction={reduction!r:.40}, chunk={chunk!r:.40}",
             f"a reduction of {', '.join(REDUCTIONS)}, and at least one row at a time",
             "reduction='mean', and chunk=None for a size of our choice",
         )
+
+    if not isinstance(lean, bool):
+        raise wrong(f"lean={lean!r:.40}", "True or False", "lean=True for the least memory")
 
 
 def check_items(number: Any, reduction: str) -> None:
@@ -73,7 +80,7 @@ def check_items(number: Any, reduction: str) -> None:
             "reduction='mean': the sum divided by that number",
             "one of both",
         )
-    if not (_is_number(number) or (isinstance(number, Tensor) and number.dim() == 0)):
+    if not (is_number(number) or (isinstance(number, Tensor) and number.dim() == 0)):
         shape = f" {list(number.shape)}" if isinstance(number, Tensor) else ""
         raise wrong(
             f"num_items_in_batch, a {type(number).__name__}{shape}",
@@ -82,12 +89,13 @@ def check_items(number: Any, reduction: str) -> None:
         )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
-
-
 def check_tensors(x: Tensor, w: Tensor, target: Tensor, optional: Mapping[str, Any]) -> None:
-    """Raises ProgramError where shapes, dtypes or devices don't fit."""
+    """Raises ProgramError for what is no tensor, and where shapes, dtypes or devices don't fit."""
+    given = {name: value for name, value in optional.items() if value is not None}
+    operands = {"x": x, "w": w, "target": target, **given}
+    for name, value in operands.items():
+        if not isinstance(value, Tensor):
+            raise wrong(f"{name}={value!r:.40}", "a tensor", f"{name}=torch.tensor(...)")
     _check_target(target)
     if w.dim() != 2 or x.dim() < 1 or x.shape[-1] != w.shape[1] or x.shape[:-1] != target.shape:
         raise wrong(
@@ -95,8 +103,6 @@ def check_tensors(x: Tensor, w: Tensor, target: Tensor, optional: Mapping[str, A
             "x [..., D], w [V, D], target [...]",
         )
     shapes = {"bias": w.shape[:1], "weight": w.shape[:1], "token_weights": target.shape}
-    given = {name: value for name, value in optional.items() if value is not None}
-    operands = {"x": x, "w": w, "target": target, **given}
     check_plain(tuple(operands), tuple(operands.values()), STOCK)
     for name, value in given.items():
         if value.shape != shapes[name]:

@@ -36,7 +36,7 @@ class Operands(NamedTuple):
 
 def checked_shapes(shapes: Any, parameters: Sequence[str], where: str) -> dict[str, str] | None:
     """The declared sizes, two an operand. Raises ProgramError, naming the declaration, if wrong."""
-    if not shapes:
+    if shapes is None or (isinstance(shapes, Mapping) and not shapes):
         return None
     known = isinstance(shapes, Mapping)
     for name, text in shapes.items() if known else ():
@@ -99,13 +99,14 @@ def describe(
 
 
 def check_plain(names: Sequence[str], tensors: Sequence[Tensor], instead: str) -> None:
-    """Raises ProgramError for a sharded tensor, and for a derivative that none would be had of.
+    """Raises ProgramError for a sharded or sparse tensor, and for a derivative that none has.
 
     `instead` is what to write where forward-mode derivatives are wanted.
     """
     if torch.compiler.is_compiling():
         return
     for name, tensor in zip(names, tensors, strict=True):
+        _check_dense(name, tensor)
         if hasattr(tensor, "device_mesh"):
             raise ProgramError(
                 f"operand {name} is sharded",

@@ -14,9 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cadenza.core.errors import ProgramError
+from cadenza.library.arguments import checked
+
 SCALINGS = ("default", "linear", "llama3")
 
 
+@checked
 @dataclass(frozen=True)
 class Rotary:
     """Rotary frequencies of a model; raises ValueError, naming the cure, where they are none.
@@ -132,6 +136,7 @@ def _columns(config: Any, rope: Mapping[str, Any]) -> int:
     return int(head_dim * (1.0 if part is None else part))
 
 
+@checked
 def rotary_tables(
     config: Any, positions: Tensor, *, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
@@ -149,14 +154,29 @@ def rotary_tables(
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+@checked
 def packed_positions(cumulative_lengths: Tensor, total: int) -> Tensor:
     """The position of each token in its own sequence, int64 `[total]`, for packed sequences.
 
     `cumulative_lengths` `[sequences + 1]` are where sequences start, and where the last one ends.
-    Tokens behind that end count from 0 again.
+    Tokens behind that end count from 0 again. Raises ProgramError, a TypeError, for lengths that
+    are no whole numbers in one dimension, and for a total below 0.
     """
+    _check_packed(cumulative_lengths, total)
     index = torch.arange(total, device=cumulative_lengths.device)
     return index - cumulative_lengths[packed_sequences(cumulative_lengths, total)]
+
+
+def _check_packed(cumulative_lengths: Tensor, total: int) -> None:
+    lengths = cumulative_lengths
+    whole = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
+    if lengths.dim() != 1 or not whole or total < 0:
+        raise ProgramError(
+            "packed_positions",
+            found=f"cumulative_lengths {lengths.dtype} {list(lengths.shape)}, {total=}",
+            expected="whole numbers [sequences + 1], and at least 0 tokens",
+            write="cumulative_lengths=torch.tensor([0, 3, 8]), total=8",
+        )
 
 
 def packed_sequences(cumulative_lengths: Tensor, total: int) -> Tensor:

@@ -58,9 +58,8 @@ def accelerate(model: nn.Module, *, logits: bool | str = True) -> Report:
     Calling it again looks at the model anew. Raises ValueError for another `logits`, and TypeError
     for what is no module. `revert` undoes it.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"cz.accelerate of a {type(model).__name__}: give a torch.nn.Module")
-    if logits not in (*LOGITS,):
+    _check_module("cz.accelerate", model)
+    if not isinstance(logits, bool | str) or logits not in LOGITS:
         raise ValueError(f"logits={logits!r}: choose True, False or 'evaluation'")
     plans = _restored(model)
     report = _replaced(model, logits)
@@ -69,6 +68,11 @@ def accelerate(model: nn.Module, *, logits: bool | str = True) -> Report:
     share_storage(layers)
     warn_once(reason for entry in report.replaced for reason in entry.left)
     return report
+
+
+def _check_module(called: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{called} of a {type(model).__name__}: give a torch.nn.Module")
 
 
 def _replaced(model: nn.Module, logits: bool | str) -> Report:
@@ -194,8 +198,9 @@ def revert(model: nn.Module) -> None:
     """Puts every module of a model back as it was before `accelerate`, bit for bit.
 
     Parameters keep the numbers that they have now, each in a storage of its own. A model that
-    `accelerate` has not touched stays as it is.
+    `accelerate` has not touched stays as it is. Raises TypeError for what is no module.
     """
+    _check_module("cz.revert", model)
     part_storage(model, _restored(model), ())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cadenza.library.arguments import checked
 from cadenza.library.programs.parts import GATED, PLAIN
 
 # The norms of a layer by where they stand, under Hugging Face's names.
@@ -19,6 +20,7 @@ PLACEMENTS = {
 }  # fmt: skip
 
 
+@checked
 @dataclass(frozen=True)
 class Architecture:
     """The make of a decoder layer; the defaults are Llama's. Raises ValueError for unknown words.
@@ -70,7 +72,7 @@ class Architecture:
         """The architecture of that name. Raises ValueError, with the names, for an unknown one."""
         if isinstance(architecture, Architecture):
             return architecture
-        if architecture not in ARCHITECTURES:
+        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
             raise ValueError(
                 f"no architecture {architecture!r}: choose one of {', '.join(ARCHITECTURES)}, "
                 "or make an Architecture"

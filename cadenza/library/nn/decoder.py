@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cadenza.library import programs
+from cadenza.library.arguments import Size, checked
 from cadenza.library.attention import causal_attention
 from cadenza.library.nn.architecture import PLACEMENTS, Architecture
 from cadenza.library.nn.joint import Joint
@@ -23,6 +24,7 @@ from cadenza.library.programs.parts import is_gated
 from cadenza.library.weights import joined_present
 
 
+@checked
 class FeedForward(Joint):
     """down(activation([gate(x); up(x)])) `[..., width]` to the same, SwiGLU by default.
 
@@ -32,7 +34,7 @@ class FeedForward(Joint):
     joint = ("gate_proj", "up_proj")
 
     def __init__(
-        self, width: int, feed_forward: int, *, activation: str = "swiglu", bias: bool = False
+        self, width: Size, feed_forward: Size, *, activation: str = "swiglu", bias: bool = False
     ) -> None:
         super().__init__()
         self.activation = activation
@@ -63,6 +65,7 @@ class FeedForward(Joint):
         return programs.feed_forward(x, **self.operands())
 
 
+@checked
 class Attention(Joint):
     """The projections of causal grouped-query attention, and attention between them.
 
@@ -73,11 +76,11 @@ class Attention(Joint):
 
     def __init__(
         self,
-        width: int,
+        width: Size,
         heads: int,
         key_value_heads: int,
         *,
-        head_dim: int | None = None,
+        head_dim: Size | None = None,
         architecture: str | Architecture = "llama",
         eps: float = 1e-6,
     ) -> None:
@@ -156,6 +159,7 @@ def _head_dim(width: int, heads: int, key_value_heads: int, head_dim: int | None
     return width // heads if head_dim is None else head_dim
 
 
+@checked
 class DecoderLayer(nn.Module):
     """One decoder layer, from one residual stream to the next; Llama's by default.
 
@@ -166,14 +170,14 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        width: int,
+        width: Size,
         heads: int,
         key_value_heads: int,
-        feed_forward: int,
+        feed_forward: Size,
         eps: float = 1e-5,
         *,
         architecture: str | Architecture = "llama",
-        head_dim: int | None = None,
+        head_dim: Size | None = None,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.library import programs
+from cadenza.library.arguments import Size, checked
 from cadenza.library.nn.norms import norm_options
 from cadenza.library.programs.parts import is_gated
 
 
+@checked
 class Linear(nn.Module):
     """`cz.ops.linear` as a module: `weight` `[N, in_features]`, `bias` `[N]`, `norm.weight`.
 
@@ -24,8 +26,8 @@ class Linear(nn.Module):
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        in_features: Size,
+        out_features: Size,
         bias: bool = True,
         *,
         activation: str | None = None,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.core.errors import ProgramError
+from cadenza.library.arguments import Size, checked
 from cadenza.library.cross_entropy import linear_cross_entropy
 
 OPTIONS = (
@@ -15,6 +16,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
+@checked
 class LinearCrossEntropy(nn.Module):
     """The cross-entropy of linear logits, never all of them at once; a head and its loss.
 
@@ -27,8 +29,8 @@ class LinearCrossEntropy(nn.Module):
 
     def __init__(
         self,
-        width: int,
-        vocabulary: int,
+        width: Size,
+        vocabulary: Size,
         *,
         bias: bool = False,
         class_weight: Tensor | None = None,

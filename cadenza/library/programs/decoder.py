@@ -7,7 +7,7 @@ from typing import Any
 from cadenza.core import lang as L
 from cadenza.core.errors import ProgramError
 from cadenza.library.function import block
-from cadenza.library.programs.parts import Norm, activated, check_offset, dropped
+from cadenza.library.programs.parts import Norm, activated, check_flag, check_offset, dropped
 
 Value = Any
 FEED_FORWARD = {
@@ -31,6 +31,7 @@ def feed_forward(x, w_up, w_down, b_up=None, b_down=None, *, norm_weight=None, n
     Between the products nothing but their operands is stored: of a gated activation backward keeps
     the raw product alone. Raises ProgramError for shapes, dtypes and options that don't fit.
     """
+    check_flag(skip, "skip")
     check_offset(norm_offset, norm_weight, output_norm)
     stem = Norm(norm, norm_weight, norm_bias, norm_offset, eps)
     u = activated(L.linear(stem(x), w_up, b_up), activation)
@@ -67,6 +68,7 @@ def decoder_block(x, y, w_output, w_up, w_down, *, b_output=None, b_up=None, b_d
     branches drop by seeds of their own. Raises ProgramError for shapes, dtypes and options that
     don't fit.
     """
+    check_flag(parallel, "parallel")
     _check_squares(squares, parallel)
     check_offset(norm_offset, norm_weight, attention_norm, feed_forward_norm)
     stem = Norm(norm, norm_weight, norm_bias, norm_offset, eps, squares)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cadenza.core import lang as L
+from cadenza.core.arguments import is_number, is_shaped
 from cadenza.core.errors import ProgramError
 from cadenza.core.ir import Node
 from cadenza.core.storage import storage_dtype
@@ -49,6 +50,29 @@ def activated(x: Value, activation: str | None) -> Value:
     return GATED[activation](x) if is_gated(activation) else PLAIN[activation](x)
 
 
+def operand(value: Value, name: str) -> Value:
+    """The value, or None. Raises ProgramError for what is neither, such as a number."""
+    if value is None or is_shaped(value):
+        return value
+    raise ProgramError(
+        f"an operand {name} that is no tensor",
+        found=f"{name}={value!r:.40}",
+        expected="a tensor, or None where it may be left out",
+        write=f"{name}=None",
+    )
+
+
+def check_flag(value: Any, name: str) -> None:
+    """Raises ProgramError for what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise ProgramError(
+            f"an option {name} that is no flag",
+            found=f"{name}={value!r:.40}",
+            expected="True or False",
+            write=f"{name}=True, or nothing",
+        )
+
+
 class Norm(NamedTuple):
     """A norm of rows: its kind ("rms", "layer", None for none), weights, and what it adds.
 
@@ -67,6 +91,7 @@ class Norm(NamedTuple):
         self._check()
         if self.kind is None:
             return x
+        operand(self.squares, "squares")
         if self.kind == "layer":
             return L.layer_norm(x, self.weight, self.bias, self.eps)
         if self.squares is None:
@@ -116,10 +141,10 @@ def check_offset(offset: float, *weights: Value) -> None:
 
 def capped(x: Value, softcap: float | None) -> Value:
     """x within the cap; x itself without one. Raises ProgramError for a cap that is none."""
-    if softcap is not None and not softcap > 0.0:
+    if softcap is not None and not (is_number(softcap) and softcap > 0.0):
         raise ProgramError(
             "a cap of nothing",
-            found=f"{softcap=}",
+            found=f"softcap={softcap!r:.40}",
             expected="a bound of the output, above 0",
             write="softcap=None where nothing is capped",
         )
@@ -145,7 +170,7 @@ def dropped(x: Value, dropout: float, seed: Value, name: str = "seed") -> Value:
 
 def added(x: Value, residual: Value) -> Value:
     """residual + x; the same columns, since a residual is not broadcast."""
-    if residual is None:
+    if operand(residual, "residual") is None:
         return x
     if residual.shape[1] != x.shape[1]:
         raise ProgramError(

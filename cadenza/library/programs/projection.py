@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cadenza.core import lang as L
+from cadenza.core.arguments import is_shaped, is_whole
 from cadenza.core.errors import ProgramError
 from cadenza.library.function import block
 from cadenza.library.programs.parts import (
@@ -12,9 +13,11 @@ from cadenza.library.programs.parts import (
     activated,
     added,
     capped,
+    check_flag,
     check_offset,
     dropped,
     kept_as,
+    operand,
     shifted,
 )
 
@@ -97,11 +100,12 @@ def qkv_projection(x, w, bias=None, *, norm_weight=None, norm_bias=None, squares
     y takes the dtype of x and w. Raises ProgramError for shapes, dtypes and options that don't fit.
     """
     key_value_heads = heads if key_value_heads is None else key_value_heads
+    check_flag(interleaved, "interleaved")
     _check_heads(w, head_dim, heads, key_value_heads)
     check_offset(norm_offset, norm_weight, q_norm, k_norm)
     acc = L.linear(Norm(norm, norm_weight, norm_bias, norm_offset, eps, squares)(x), w, bias)
     q_end, k_end = heads * head_dim, (heads + key_value_heads) * head_dim
-    _check_tables(cos, sin, interleaved)
+    _check_tables(operand(cos, "cos"), operand(sin, "sin"), interleaved)
     if q_norm is None and k_norm is None and cos is None:
         return acc
     y = L.columns(acc, 0, k_end)
@@ -117,7 +121,7 @@ def qkv_projection(x, w, bias=None, *, norm_weight=None, norm_bias=None, squares
 
 def _normed_heads(x: Value, weight: Value, head_dim: int, offset: float, eps: float) -> Value:
     """RMSNorm of queries or keys: of each head, or of the whole row where the weight is so long."""
-    if weight is None:
+    if operand(weight, "q_norm, k_norm") is None:
         return x
     if weight.shape[1] == x.shape[1]:
         return L.rms_norm(x, weight, eps, offset)
@@ -132,13 +136,16 @@ def _normed_heads(x: Value, weight: Value, head_dim: int, offset: float, eps: fl
 
 
 def _check_heads(w: Value, head_dim: int, heads: int, key_value_heads: int) -> None:
-    rows = (heads + 2 * key_value_heads) * head_dim
-    if min(head_dim, heads, key_value_heads) < 1 or w.shape[0] != rows or heads % key_value_heads:
+    whole = all(is_whole(n) and n >= 1 for n in (head_dim, heads, key_value_heads))
+    rows = (heads + 2 * key_value_heads) * head_dim if whole else None
+    shape = list(w.shape) if is_shaped(w) else w
+    if not whole or not is_shaped(w) or w.shape[0] != rows or heads % key_value_heads:
+        product = "(heads + 2 * key_value_heads) * head_dim"
         raise ProgramError(
             "heads that don't fit the weight",
-            found=f"w {list(w.shape)}, {head_dim=}, {heads=}, {key_value_heads=}",
-            expected=f"(heads + 2 * key_value_heads) * head_dim = {rows} rows, and heads a "
-            "multiple of key_value_heads",
+            found=f"w {shape!r:.40}, {head_dim=}, {heads=}, {key_value_heads=}",
+            expected=f"{product} {f'= {rows} ' if whole else ''}rows, and heads a multiple of "
+            "key_value_heads",
             write="w=torch.cat((w_q, w_k, w_v))",
         )
 

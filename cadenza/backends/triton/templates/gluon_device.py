@@ -39,8 +39,8 @@ __all__ = [
     "arange", "arranged", "broadcast_to", "finish_row_max", "finish_row_sum", "group_max",
     "group_sum", "halves", "lane", "lanes", "largest", "load", "load_vector", "load_whole",
     "load_whole_vector", "maximum", "merged_moments", "merged_online", "minimum", "moments",
-    "negative_zero", "online", "produce", "products", "repeated", "ring", "rows_of", "settled", "sigmoid",
-    "store", "store_vector", "tanh", "tile_at", "uniform", "wrapped",
+    "negative_zero", "online", "produce", "products", "repeated", "ring", "rows_of", "settled",
+    "sigmoid", "store", "store_vector", "tanh", "tile_at", "uniform", "wrapped",
 ]  # fmt: skip
 
 # Newer releases of Triton have another name for it.
