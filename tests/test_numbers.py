@@ -13,8 +13,8 @@ from triton_plans import interpreted, quiet
 from cadenza import block
 from cadenza import lang as L
 
-NUMBERS = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e39, 1e200, 1e308, 1e-50, 1e-200, 5e-324,
-           2**40]  # fmt: skip
+NUMBERS = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e39, 1e200, 1e308, 1e-40, 1e-50, 1e-200,
+           5e-324, 2**40]  # fmt: skip
 FUNCTIONS = {
     "a factor before a product": lambda x, w, r, c: L.linear(x * c, w),
     "a divisor before a product": lambda x, w, r, c: L.linear(x / c, w),
@@ -26,6 +26,7 @@ FUNCTIONS = {
     "a reduction of rows": lambda x, w, r, c: L.row_sum(L.linear(x, w) * c * r),
     "a reduction of columns": lambda x, w, r, c: L.column_sum(L.linear(x, w) * c * r),
     "a bound": lambda x, w, r, c: L.maximum(L.linear(x, w), c) * r,
+    "an index": lambda x, w, r, c: L.linear(x, w) * (L.column_index(x) < c) * r,
     "a choice": lambda x, w, r, c: L.where(L.linear(x, w) > c, r, c),
 }
 
@@ -76,6 +77,32 @@ def test_by_the_reference(function, number):
     for ours, theirs in zip(results(function, number, tensors), expected, strict=False):
         held = theirs.isfinite() & (theirs.abs() > torch.finfo(theirs.dtype).tiny)
         torch.testing.assert_close(ours.expand_as(theirs)[held], theirs[held], rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreted)])
+def test_whole_numbers_are_compared_as_such(dtype, backend):
+    """2²⁴ + 1 is none of float32's, to which torch's own comparison would round."""
+
+    def compared(x, target, bound):
+        return {
+            "below": x * (target < bound),
+            "equal": x * (target == bound),
+            "within": x * (target <= bound),
+        }
+
+    x = torch.ones(4, 2, dtype=dtype)
+    target = torch.tensor([2**24 - 1, 2**24, 2**24 + 1, 2**24 + 2])[:, None]
+    for bound in (2.0**24, 2.0**24 + 1, 2**24 + 1):
+        found = block(compared)(x, target, bound, backend=backend)
+        plain = block(compared).plain(x, target, bound)
+        for name, truth in {
+            "below": target < int(bound),
+            "equal": target == int(bound),
+            "within": target <= int(bound),
+        }.items():
+            assert torch.equal(found[name][:, :1] != 0, truth), name
+            assert dtype == torch.float32 or torch.equal(plain[name], found[name])
 
 
 @pytest.mark.slow

@@ -74,6 +74,13 @@ def _extremum(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return extremum
 
 
+def _beside(number: Any, other: Any) -> Any:
+    """A number to compare whole numbers with: a whole one, where torch would round both."""
+    if isinstance(number, float) and isinstance(other, Tensor) and not other.is_floating_point():
+        return int(number) if number.is_integer() and abs(number) < 2.0**63 else number
+    return number
+
+
 def _matmul(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
     return torch.mm(a.T if transpose_a else a, b.T if transpose_b else b)
 
@@ -90,7 +97,7 @@ def takes_numbers(node: Node) -> bool:
 
 def number_in(value: Any, dtype: torch.dtype) -> Any:
     """A number as a dtype has it: infinite beyond its range, where torch would refuse it."""
-    if isinstance(value, float) and abs(value) > torch.finfo(dtype).max:
+    if isinstance(value, float) and dtype.is_floating_point and abs(value) > torch.finfo(dtype).max:
         return math.copysign(math.inf, value)
     return value
 
@@ -116,7 +123,7 @@ MEANING: dict[Op, Callable[..., Any]] = {
     Op.SIGMOID: torch.sigmoid,
     Op.TANH: torch.tanh,
     Op.ERF: torch.erf,
-    Op.COMPARE: lambda a, b, relation: RELATIONS[relation](a, b),
+    Op.COMPARE: lambda a, b, relation: RELATIONS[relation](_beside(a, b), _beside(b, a)),
     Op.WHERE: torch.where,
     Op.CAST: _round,
     Op.SPLIT: _split,
@@ -212,7 +219,8 @@ def _no_matrix(op: Op, value: Tensor) -> ProgramError:
 
 def _like(values: Sequence[Any], number: float) -> Tensor:
     """A number as [1, 1], of the dtype and on the device of the first tensor among `values`."""
-    return next(v for v in values if isinstance(v, Tensor)).new_full((1, 1), number)
+    like = next(v for v in values if isinstance(v, Tensor))
+    return like.new_full((1, 1), number_in(number, like.dtype))
 
 
 register(torch.Tensor, evaluate)

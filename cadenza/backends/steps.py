@@ -45,10 +45,19 @@ class Steps:
         return step
 
     def _widens(self, node: Node, argument: Node) -> torch.dtype | None:
-        """Whole numbers and conditions become numbers of the compute type in arithmetic."""
-        if argument.type.kind == REAL or node.op in (Op.WHERE, Op.COMPARE):
+        """Whole numbers and conditions become numbers of the compute type in arithmetic.
+
+        Beside a number that is not whole, so do whole numbers that are compared with it.
+        """
+        if argument.type.kind == REAL or node.op is Op.WHERE:
+            return None
+        if node.op is Op.COMPARE and all(i.type.kind != REAL or _is_whole(i) for i in node.inputs):
             return None
         return self.compute
+
+
+def _is_whole(node: Node) -> bool:
+    return node.op is Op.CONSTANT and float(node.attributes["value"]).is_integer()
 
 
 def _leaf(node: Node) -> Step:

@@ -64,7 +64,7 @@ def checked(function: Checked) -> Checked:
     """The function, or the class, which raises ProgramError for an argument of a wrong kind."""
     if isinstance(function, type):
         made: Any = function  # a class stays itself: what makes its instances is held
-        made.__init__ = _held(function.__init__, function)
+        made.__init__ = _held(made.__init__, function)
         return function
     return cast(Checked, _held(function, function))
 

@@ -229,7 +229,7 @@ def _compared(node: Node, texts: list[str]) -> list[str]:
     for value, text, other in zip(node.inputs, texts, reversed(kinds), strict=True):
         if value.op is Op.CONSTANT:
             constant = float(value.attributes["value"])
-            whole = other == INTEGER and constant.is_integer()
+            whole = other == INTEGER and constant.is_integer() and abs(constant) < 2.0**63
             found.append(number(int(constant)) if whole else text)
         elif value.type.kind == BOOLEAN:
             found.append(f"{text}.to(tl.float32)")

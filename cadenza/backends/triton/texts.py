@@ -7,11 +7,13 @@ read, so they have no text of their own: `columns.py` does that.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 
 from cadenza.core.ops import Op
 
 Text = Callable[..., str]
+SMALLEST, LARGEST = 2.0**-126, 2.0**128 - 2.0**104  # of float32's normal numbers
 
 
 def _power(x: str, exponent: int) -> str:
@@ -57,9 +59,21 @@ ELEMENTWISE: dict[Op, Text] = {
 
 
 def number(value: float) -> str:
-    """A constant."""
+    """A constant, as float32 has it: Triton takes one outside of that range for a float64."""
+    if isinstance(value, float) and not SMALLEST <= abs(value) <= LARGEST:
+        value = _in_float32(value)
     if value == 0 and math.copysign(1.0, value) < 0:
         return "device.negative_zero()"
+    if 0 < abs(value) < SMALLEST:
+        return f"tl.cast({value!r}, tl.float32)"
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     return repr(value) if value >= 0 and not str(value).startswith("-") else f"({value!r})"
+
+
+def _in_float32(value: float) -> float:
+    try:
+        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return rounded
