@@ -79,6 +79,19 @@ def test_an_older_run_does_not_replace_a_newer():
     assert set(newer.runs) == {"second"}
 
 
+def test_a_failure_takes_no_figure_away():
+    kept = some(record("ours", [1.0]), record("compile", failed="first"))
+    kept.merge(some(record("ours", failed="no room", run="second")))
+    kept.merge(some(record("compile", failed="second", run="second")))
+    ours, compiled = kept.records
+    assert (ours["us"], ours["run"], ours["failed_since"]) == (1.0, "first", "no room")
+    assert (compiled["failed"], compiled["run"]) == ("second", "second")
+    assert "ours: an earlier run's figure, since when: no room [swiglu 4096]" in printed(ours)
+    kept.merge(some(record("ours", [2.0], run="second")))
+    assert "failed_since" not in kept.records[0]
+    assert kept.records[0]["us"] == 2.0
+
+
 def test_results_are_read_as_they_were_written(tmp_path):
     first = some(record("ours", [1.0, 2.0]), record("liger", failed='no "x" ÷'))
     assert results.add(tmp_path, first) == first

@@ -32,13 +32,18 @@ class Results:
     records: list[Record] = field(default_factory=list)
 
     def merge(self, other: Results) -> None:
-        """Takes over records; of two for the same the later run's stays, the other's if equal."""
+        """Takes over records; of two for the same the later run's stays, the other's if equal.
+
+        A failure takes no figure away: the record keeps it, with the reason as `failed_since`.
+        """
         known = {key(record): record for record in self.records}
         runs = {**self.runs, **other.runs}
         for record in other.records:
             old = known.get(key(record), record)
-            if runs[old["run"]]["date"] <= runs[record["run"]]["date"]:
-                known[key(record)] = record
+            if runs[old["run"]]["date"] > runs[record["run"]]["date"]:
+                continue
+            lost = "failed" in record and "failed" not in old
+            known[key(record)] = {**old, "failed_since": record["failed"]} if lost else record
         self.records = list(known.values())
         used = {record["run"] for record in self.records}
         self.runs = {name: run for name, run in runs.items() if name in used}

@@ -83,8 +83,7 @@ class _Run:
         return made
 
     def _device_answers(self) -> bool:
-        # An illegal access by any variant ends the context; what came after would only replace
-        # good records by failures.
+        # An illegal access by any variant ends the context; what came after would only fail.
         try:
             stopwatch(self.bench.device).finish()
         except RuntimeError:

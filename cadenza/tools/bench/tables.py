@@ -64,12 +64,14 @@ def _row_names(case: Case) -> tuple[str, str]:
 
 
 def failures(records: Iterable[Record]) -> list[str]:
-    """One line for each reason that figures are missing for."""
+    """One line for each reason that figures are missing for, or of an earlier run."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for record in records:
-        if "failed" in record:
+        since = record.get("failed_since")
+        reason = record.get("failed", since and f"an earlier run's figure, since when: {since}")
+        if reason:
             where = f"{record['pattern']} {record['size']}"
-            reasons.setdefault((record["variant"], record["failed"]), []).append(where)
+            reasons.setdefault((record["variant"], reason), []).append(where)
     return [f"{name}: {reason} [{', '.join(w)}]" for (name, reason), w in reasons.items()]
 
 
