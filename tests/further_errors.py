@@ -70,7 +70,7 @@ FURTHER = [
     (lambda: L.cast(X, torch.int8),),
     (lambda: cz.ops.linear(X, W, softcap=-1.0),),
     (lambda: cz.ops.linear(X, W, residual=1.0),),
-    (lambda: cz.ops.qkv_projection(X, W, head_dim=4, heads=1, interleaved=1),),
+    (lambda: cz.ops.qkv_projection(X, W, head_dim=4, heads=1, interleaved="no"),),
     (lambda: cz.ops.packed_positions(torch.tensor([0.0, 5.0]), 5),),
     (lambda: cz.ops.qkv_projection(X, W, head_dim=4, heads=1, interleaved=True),),
     (lambda: cz.nn.LinearCrossEntropy(8, 9, weight=1.0),),

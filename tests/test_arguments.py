@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import math
 import traceback
+from fractions import Fraction
 from pathlib import Path
 
 import numpy
@@ -22,7 +23,8 @@ from cadenza.core.errors import CadenzaError, ProgramError
 
 X = torch.randn(5, 8)
 ODD = [None, "a", [1], {}, 3.5, math.nan, -1, 0, True, object(), 1j, b"x", torch.float32,
-       torch.ones(2), numpy.ones(3), numpy.float32(2), lambda: 0]  # fmt: skip
+       torch.ones(2), numpy.ones(3), numpy.float32(2), numpy.int64(2),
+       Fraction(1, 2), 10**400, torch.tensor(1.0), torch.Tensor, lambda: 0]  # fmt: skip
 
 
 def arguments(function):
@@ -154,6 +156,7 @@ def test_all_of_the_library_is_here():
     assert public <= CALLS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
 def test_in_the_library(function):
@@ -163,3 +166,29 @@ def test_in_the_library(function):
     for name in usual:
         for odd in ODDER:
             assert untold(function, {**usual, name: odd}) is None, f"{name}={odd!r:.40}"
+
+
+@pytest.mark.slow
+def test_a_total_that_torch_compile_has_left_open(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+    ends, expected = torch.tensor([0, 3, 5]), torch.tensor([0, 1, 2, 0, 1])
+    compiled = torch.compile(
+        lambda ends: ops.packed_positions(ends, ends[-1].item()), fullgraph=True, backend="eager"
+    )
+    assert torch.equal(compiled(ends), expected)
+    assert torch.equal(ops.packed_positions(ends, ends[-1]), expected)
+
+
+def test_what_torch_takes_for_a_flag_or_a_size():
+    assert nn.RMSNorm((8,)).weight.shape == (8,)
+    assert nn.Linear(8, 4, bias=None).bias is None
+    assert nn.Linear(8, 4, bias=numpy.bool_(True)).bias is not None
+    assert nn.Architecture(qkv_bias=1).qkv_bias
+    assert torch.equal(L.rms_norm(X, 2.0), L.rms_norm(X, None) * 2.0)
+    assert torch.equal(L.linear(X, X, 1.0), X @ X.T + 1.0)
+    assert torch.equal(L.relu(torch.tensor(3.0)), torch.tensor(3.0))
+    loss = {"x": tensor(4, 16), "w": tensor(30, 16), "target": torch.arange(4)}
+    assert torch.equal(
+        ops.linear_cross_entropy(**loss, ignore_index=numpy.int64(2), lean=1),
+        ops.linear_cross_entropy(**loss, ignore_index=2, lean=True),
+    )

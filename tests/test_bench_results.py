@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+from itertools import permutations
 from pathlib import Path
 
 import matplotlib.image
@@ -79,17 +80,37 @@ def test_an_older_run_does_not_replace_a_newer():
     assert set(newer.runs) == {"second"}
 
 
-def test_a_failure_takes_no_figure_away():
+def test_a_failure_takes_no_figure_away(tmp_path):
     kept = some(record("ours", [1.0]), record("compile", failed="first"))
     kept.merge(some(record("ours", failed="no room", run="second")))
     kept.merge(some(record("compile", failed="second", run="second")))
     ours, compiled = kept.records
-    assert (ours["us"], ours["run"], ours["failed_since"]) == (1.0, "first", "no room")
+    assert (ours["us"], ours["run"]) == (1.0, "first")
+    assert ours["failed_since"] == {"date": "2026-01-02", "reason": "no room"}
     assert (compiled["failed"], compiled["run"]) == ("second", "second")
-    assert "ours: an earlier run's figure, since when: no room [swiglu 4096]" in printed(ours)
-    kept.merge(some(record("ours", [2.0], run="second")))
-    assert "failed_since" not in kept.records[0]
-    assert kept.records[0]["us"] == 2.0
+    assert "ours: no room [swiglu 4096]" in printed(ours)
+    assert "1.0" not in printed(ours), "an earlier figure looks like one that stands"
+    assert pictures.draw_pictures(some(ours), tmp_path) == []
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_merged_in_any_order(order):
+    """A figure, a later figure, and a failure before, between or after them."""
+    dates = {"first": "2026-01-01", "second": "2026-01-02", "third": "2026-01-03"}
+    for failing in dates:
+        samples = iter([1.0, 2.0])
+        made = [
+            record("ours", run=run, failed="no room")
+            if run == failing
+            else record("ours", [next(samples)], run=run)
+            for run in dates
+        ]
+        kept = Results("kernels")
+        for place in order:
+            one = made[place]
+            kept.merge(Results("kernels", {one["run"]: {"date": dates[one["run"]]}}, [one]))
+        assert kept.records[0]["us"] == 2.0
+        assert ("failed_since" in kept.records[0]) == (failing == "third")
 
 
 def test_results_are_read_as_they_were_written(tmp_path):

@@ -44,6 +44,24 @@ def listed(x):
 def refusing(x):
     raise ValueError("no such x")
 
+def misspelt(x):
+    return L.gelu(x, aproximate="tanh")
+
+def ill_shaped(x):
+    return L.linear(x, torch.ones(3, 5))
+
+def odd_rotary(x):
+    return x * cz.ops.Rotary(3).columns
+
+def out_of_range(x):
+    return cz.ops.linear_cross_entropy(x, torch.ones(4, x.shape[1]), torch.full((x.shape[0],), 99))
+
+def misnamed():
+    return cz.nn.Linear(8, 8, foo=1), torch.zeros(2, 8)
+
+def unknown():
+    return cz.nn.DecoderLayer(8, 1, 1, 16, architecture="lama"), torch.zeros(2, 8)
+
 def needing(width):
     return nn.Linear(width, 8), torch.zeros(2, 8)
 
@@ -92,6 +110,16 @@ def test_a_fault_of_the_compilers(subject, monkeypatch):
     assert "AttributeError: 'Builder' object has no attribute 'constant'" in finding.figure
 
 
+def test_a_call_that_a_function_of_the_language_does_not_take(subject, tmp_path):
+    """Its cure is the function's own parameters."""
+    text = FILE.replace("return L.exp(x) * 2.0", "return L.gelu(x, aproximate='tanh')")
+    (tmp_path / "other.py").write_text(text, encoding="utf-8")
+    ((other,), _) = find_subjects("other.py:f", {}, "float32")
+    (finding,) = traced(other).findings
+    assert "other.py:9: arguments of L.gelu" in finding.figure
+    assert finding.cure == "L.gelu(x, approximate='none')"
+
+
 def test_a_fault_of_the_checkers(subject, monkeypatch):
     finding = of_reference(subject, meanwhile=lambda: monkeypatch.delattr(agreement, "leaves_of"))
     assert (finding.holds, finding.cure) == (False, OURS)
@@ -104,6 +132,10 @@ def test_a_fault_of_the_checkers(subject, monkeypatch):
         ("refusing", "refusing raises ValueError: no such x", "def refusing(x): the call's own"),
         ("narrow", "narrow raises TypeError", "def narrow(x): the call's own"),
         ("listed", "output 0 of listed is a list", "return tensors there"),
+        ("misspelt", "misspelt raises ProgramError", "def misspelt(x)"),
+        ("ill_shaped", "ill_shaped raises RuntimeError", "def ill_shaped(x)"),
+        ("odd_rotary", "odd_rotary raises ValueError: rotary embedding of 3", "def odd_rotary(x)"),
+        ("out_of_range", "out_of_range raises IndexError", "def out_of_range(x)"),
     ],
 )
 def test_a_mistake_of_the_authors_reference(subject, name, figure, cure):
@@ -134,6 +166,8 @@ def test_what_torch_compile_cannot_trace_is_not_predicted(subject):
     [
         ("needing", "needing fails: TypeError: missing a required argument: 'width'"),
         ("refusing", "refusing fails: TypeError"),
+        ("misnamed", "misnamed fails: ProgramError.*arguments of cz.nn.Linear"),
+        ("unknown", "unknown fails: ValueError: no architecture 'lama'"),
     ],
 )
 def test_a_function_that_cannot_be_audited(subject, target, said):
@@ -141,10 +175,20 @@ def test_a_function_that_cannot_be_audited(subject, target, said):
         audit(f"mine.py:{target}", UNMEASURED)
 
 
-@pytest.mark.parametrize("text", ["def f(:", "x = 1\0", "x = 1 / 0", "import no_such_module"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(:",
+        "x = 1\0",
+        "x = 1 / 0",
+        "import no_such_module",
+        "import cadenza; cadenza.ops.Rotary(3)",
+        "import cadenza; cadenza.nn.Linear(8, 8, foo=1)",
+    ],
+)
 def test_a_file_that_cannot_be_run(subject, tmp_path, text):
     (tmp_path / "broken.py").write_text(text, encoding="utf-8")
-    with pytest.raises(Fault, match=r"broken\.py cannot be imported: "):
+    with pytest.raises(Fault, match=r"broken\.py(:1: | cannot be imported: )"):
         load_module("broken.py")
 
 

@@ -166,11 +166,12 @@ def _cast(x: Tensor, dtype: str) -> Tensor:
     return x.to(getattr(torch, dtype))
 
 
-def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
-    if condition.dtype != torch.bool:
+def _where(condition: Any, a: Any, b: Any) -> Tensor:
+    if not isinstance(condition, Tensor) or condition.dtype != torch.bool:
+        kind = condition.dtype if isinstance(condition, Tensor) else type(condition).__name__
         raise ProgramError(
             "where of tensors",
-            found=f"a condition of {condition.dtype}",
+            found=f"a condition of {kind}",
             expected="a comparison",
             write="L.where(a < b, ...)",
         )

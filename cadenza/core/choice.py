@@ -1,7 +1,8 @@
 """Whether to defer at all: one decision for both passes, by the price of whole plans.
 
 It must not depend on which gradients a call needs, or forward's rounding would: both forms are
-priced with all gradients and at a fixed number of rows, and the cheaper one is kept.
+priced with the gradients that training takes and at a fixed number of rows, and the cheaper one is
+kept.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ authors and the compiler's own rules write ordinary expressions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -209,10 +210,10 @@ class Builder:
             if value.builder is not self:
                 raise other_program(f"{op.label} of values that two calls traced")
             return value
-        if op is Op.RANDOM and isinstance(value, Integral):
+        if op is Op.RANDOM and isinstance(value, Integral) and -(2**63) <= int(value) < 2**64:
             return self.constant(int(value))
         if isinstance(value, Real):
-            return self.constant(float(value))
+            return self.constant(_as_float(value))
         if hasattr(value, "shape"):
             raise tensor_inside(f"a {type(value).__name__} in {op.label}")
         raise ProgramError(
@@ -221,6 +222,13 @@ class Builder:
             expected="a value of the program or a number",
             write="the tensor as an operand, the number (of rows, too) as a constant argument",
         )
+
+
+def _as_float(number: Any) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0.0 else -math.inf  # beyond float64
 
 
 def _shown(node: Node) -> str:

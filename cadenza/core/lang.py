@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from cadenza.core.arguments import Shaped, Value
+from cadenza.core.arguments import Matrix, Operand, Row, Value
 from cadenza.core.dispatch import composite
 from cadenza.core.errors import ProgramError
 from cadenza.core.primitives import (
@@ -72,25 +72,25 @@ def __getattr__(name: str) -> Any:
 
 
 @composite
-def relu(x: Shaped) -> Value:
+def relu(x: Operand) -> Value:
     """max(x, 0); its derivative at 0 is 0."""
     return where(x > 0.0, x, 0.0)
 
 
 @composite
-def relu2(x: Shaped) -> Value:
+def relu2(x: Operand) -> Value:
     """relu(x)²."""
     return relu(x) ** 2
 
 
 @composite
-def silu(x: Shaped) -> Value:
+def silu(x: Operand) -> Value:
     """x · sigmoid(x)."""
     return x * sigmoid(x)
 
 
 @composite
-def gelu(x: Shaped, approximate: str = "none") -> Value:
+def gelu(x: Operand, approximate: str = "none") -> Value:
     """x · Φ(x), by erf ("none") or by tanh ("tanh"), as torch.nn.functional.gelu."""
     if approximate == "none":
         return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
@@ -102,34 +102,34 @@ def gelu(x: Shaped, approximate: str = "none") -> Value:
 
 
 @composite
-def softcap(x: Shaped, cap: Value) -> Value:
+def softcap(x: Operand, cap: Value) -> Value:
     """cap · tanh(x / cap), as in Gemma 2."""
     return cap * tanh(x / cap)
 
 
 @composite
-def swiglu(x: Shaped) -> Value:
+def swiglu(x: Matrix) -> Value:
     """silu(gate) · up of x = [gate; up]: [M, 2F] to [M, F]."""
     gate, up = split(x)
     return silu(gate) * up
 
 
 @composite
-def geglu(x: Shaped, approximate: str = "none") -> Value:
+def geglu(x: Matrix, approximate: str = "none") -> Value:
     """gelu(gate) · up of x = [gate; up]: [M, 2F] to [M, F]."""
     gate, up = split(x)
     return gelu(gate, approximate) * up
 
 
 @composite
-def reglu(x: Shaped) -> Value:
+def reglu(x: Matrix) -> Value:
     """relu(gate) · up of x = [gate; up]: [M, 2F] to [M, F]."""
     gate, up = split(x)
     return relu(gate) * up
 
 
 @composite
-def dropout(x: Shaped, p: float, seed: Value) -> Value:
+def dropout(x: Operand, p: float, seed: Value) -> Value:
     """x / (1 - p) where a random number reaches p, else 0; the same in forward and backward."""
     if not 0.0 <= p < 1.0:
         raise ProgramError(
@@ -145,14 +145,16 @@ def dropout(x: Shaped, p: float, seed: Value) -> Value:
 
 
 @composite
-def rms_norm(x: Shaped, w: Shaped | None, eps: Value = 1e-6, offset: float = 0.0) -> Value:
+def rms_norm(x: Matrix, w: Operand | float | None, eps: Value = 1e-6, offset: float = 0.0) -> Value:
     """x · rsqrt(mean(x²) + eps) · (w + offset); w [1, N] or None; offset 1 as in Gemma."""
     y = x * rsqrt(row_mean(x**2) + eps)
     return y if w is None else y * (w + offset if offset else w)
 
 
 @composite
-def layer_norm(x: Shaped, w: Shaped | None, b: Shaped | None = None, eps: Value = 1e-5) -> Value:
+def layer_norm(
+    x: Matrix, w: Operand | float | None, b: Operand | float | None = None, eps: Value = 1e-5
+) -> Value:
     """(x - mean) · rsqrt(variance + eps) · w + b; w and b [1, N] or None."""
     y = (x - row_mean(x)) * rsqrt(row_variance(x) + eps)
     y = y if w is None else y * w
@@ -160,9 +162,7 @@ def layer_norm(x: Shaped, w: Shaped | None, b: Shaped | None = None, eps: Value 
 
 
 @composite
-def qk_norm(
-    x: Shaped, w: Shaped, head_dim: int, heads: int | None = None, eps: Value = 1e-6
-) -> Value:
+def qk_norm(x: Matrix, w: Row, head_dim: int, heads: int | None = None, eps: Value = 1e-6) -> Value:
     """RMSNorm of each of the first `heads` heads (all by default) of x [M, heads · head_dim …].
 
     w is [1, head_dim], shared by the heads, or [1, heads · head_dim].
@@ -184,9 +184,9 @@ def qk_norm(
 
 @composite
 def rope(
-    x: Shaped,
-    cos: Shaped,
-    sin: Shaped,
+    x: Matrix,
+    cos: Matrix,
+    sin: Matrix,
     head_dim: int,
     *,
     heads: int | None = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from keyword import iskeyword
 from typing import Any
 
-from cadenza.core.arguments import Shaped, Value, checked
+from cadenza.core.arguments import Matrix, Operand, Value, checked
 from cadenza.core.dispatch import apply, composite
 from cadenza.core.errors import ProgramError
 from cadenza.core.ir import Node
@@ -91,18 +91,18 @@ def stored(x: Value) -> Value:
 
 
 @checked
-def split(x: Shaped, inner: int | None = None) -> tuple[Value, Value]:
+def split(x: Matrix, inner: int | None = None) -> tuple[Value, Value]:
     """The two parts of the columns seen as (outer, 2, inner), each [M, N/2].
 
     inner = N/2 (the default) gives halves, 1 interleaved pairs, head_dim/2 the halves of heads.
     """
-    inner = x.shape[-1] // 2 if inner is None and isinstance(x.shape[-1], int) else inner
+    inner = x.shape[1] // 2 if inner is None and isinstance(x.shape[1], int) else inner
     first = apply(Op.SPLIT, x, part=0, inner=inner)
     return first, apply(Op.SPLIT, x, part=1, inner=inner)
 
 
 @checked
-def join(a: Shaped, b: Shaped, inner: int | None = None) -> Value:
+def join(a: Matrix, b: Matrix, inner: int | None = None) -> Value:
     """The inverse of `split`: [M, N/2] twice to [M, N]; by default a's columns, then b's."""
     return apply(Op.JOIN, a, b, inner=a.shape[1] if inner is None else inner)
 
@@ -145,7 +145,7 @@ def row_index(x: Value) -> Value:
 
 
 @checked
-def random(x: Shaped, seed: Value) -> Value:
+def random(x: Matrix, seed: Value) -> Value:
     """Uniform numbers in [0, 1), one for each element of x: a function of seed, row and column.
 
     24 bits of Philox 4x32-10 (Salmon et al., 2011). `seed` is a whole number or an int64 tensor
@@ -165,7 +165,7 @@ def row_sum(x: Value) -> Value:
 
 
 @composite
-def row_mean(x: Shaped) -> Value:
+def row_mean(x: Matrix) -> Value:
     """The mean of each row, [M, 1]."""
     return row_sum(x) / x.shape[1]
 
@@ -244,7 +244,7 @@ def matmul(a: Value, b: Value, transpose_a: bool = False, transpose_b: bool = Fa
 
 
 @composite
-def linear(x: Value, w: Value, bias: Shaped | None = None) -> Value:
+def linear(x: Value, w: Value, bias: Operand | float | None = None) -> Value:
     """x [M, K] @ w[N, K].T + bias [1, N]: [M, N], as torch.nn.functional.linear."""
     y = matmul(x, w, transpose_b=True)
     return y if bias is None else y + bias

@@ -214,7 +214,7 @@ def _dropout(dropout: float) -> float:
             expected="a number from 0 to 1",
             write="dropout=0.1, or 0.0 for none",
         )
-    return dropout
+    return float(dropout)
 
 
 def _is_within(value: object, least: float, most: float) -> bool:

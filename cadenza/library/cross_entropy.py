@@ -92,7 +92,7 @@ def linear_cross_entropy(
     """
     check_terms(ignore_index, label_smoothing, z_loss, softcap)
     terms = {
-        "ignore_index": constant(ignore_index),
+        "ignore_index": constant(int(ignore_index)),
         "label_smoothing": constant(float(label_smoothing)),
         "z_loss": constant(float(z_loss)),
         "softcap": constant(None if softcap is None else float(softcap)),
@@ -183,7 +183,7 @@ def _count(operands: Operands, ignore_index: int) -> Tensor:
 
 def _but_zero(number: float | Tensor) -> float | Tensor:
     """The number, 1 for 0: what nothing is divided by."""
-    return torch.where(number == 0, 1, number) if isinstance(number, Tensor) else number or 1
+    return torch.where(number == 0, 1, number) if isinstance(number, Tensor) else float(number) or 1
 
 
 @torch._dynamo.assume_constant_result

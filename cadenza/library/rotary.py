@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cadenza.core.arguments import is_whole
 from cadenza.core.errors import ProgramError
 from cadenza.library.arguments import checked
 
+Total = int | Tensor  # torch.compile may have left open which number
 SCALINGS = ("default", "linear", "llama3")
 
 
@@ -147,7 +149,7 @@ def rotary_tables(
     programs take float32 tables beside bfloat16 values. Raises ValueError for a scaling that is not
     supported, and TypeError for positions that are no whole numbers.
     """
-    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+    if not _is_whole(positions):
         raise TypeError(f"positions of {positions.dtype}: give whole numbers, positions.long()")
     rotary = config if isinstance(config, Rotary) else Rotary.of(config)
     angles = positions.to(torch.float64)[..., None] * rotary.frequencies(positions.device)
@@ -155,31 +157,36 @@ def rotary_tables(
 
 
 @checked
-def packed_positions(cumulative_lengths: Tensor, total: int) -> Tensor:
+def packed_positions(cumulative_lengths: Tensor, total: Total) -> Tensor:
     """The position of each token in its own sequence, int64 `[total]`, for packed sequences.
 
     `cumulative_lengths` `[sequences + 1]` are where sequences start, and where the last one ends.
     Tokens behind that end count from 0 again. Raises ProgramError, a TypeError, for lengths that
     are no whole numbers in one dimension, and for a total below 0.
     """
-    _check_packed(cumulative_lengths, total)
+    if not torch.compiler.is_compiling():  # a total may be open there
+        _check_packed(cumulative_lengths, total)
     index = torch.arange(total, device=cumulative_lengths.device)
     return index - cumulative_lengths[packed_sequences(cumulative_lengths, total)]
 
 
-def _check_packed(cumulative_lengths: Tensor, total: int) -> None:
-    lengths = cumulative_lengths
-    whole = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
-    if lengths.dim() != 1 or not whole or total < 0:
+def _is_whole(value: Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+
+
+def _check_packed(lengths: Tensor, total: Total) -> None:
+    alone = total.dim() == 0 and _is_whole(total) if isinstance(total, Tensor) else is_whole(total)
+    known = lengths.dim() == 1 and _is_whole(lengths) and alone and 0 <= int(total) < 2**63
+    if not known:
         raise ProgramError(
             "packed_positions",
-            found=f"cumulative_lengths {lengths.dtype} {list(lengths.shape)}, {total=}",
+            found=f"cumulative_lengths {lengths.dtype} {list(lengths.shape)}, total={total!r:.40}",
             expected="whole numbers [sequences + 1], and at least 0 tokens",
             write="cumulative_lengths=torch.tensor([0, 3, 8]), total=8",
         )
 
 
-def packed_sequences(cumulative_lengths: Tensor, total: int) -> Tensor:
+def packed_sequences(cumulative_lengths: Tensor, total: Total) -> Tensor:
     """The number of the sequence that each token belongs to, int64 `[total]`."""
     index = torch.arange(total, device=cumulative_lengths.device)
     return torch.searchsorted(cumulative_lengths[1:].to(torch.int64), index, right=True)

@@ -59,7 +59,7 @@ def accelerate(model: nn.Module, *, logits: bool | str = True) -> Report:
     for what is no module. `revert` undoes it.
     """
     _check_module("cz.accelerate", model)
-    if not isinstance(logits, bool | str) or logits not in LOGITS:
+    if not isinstance(logits, int | str) or logits not in LOGITS:
         raise ValueError(f"logits={logits!r}: choose True, False or 'evaluation'")
     plans = _restored(model)
     report = _replaced(model, logits)

@@ -34,7 +34,12 @@ class FeedForward(Joint):
     joint = ("gate_proj", "up_proj")
 
     def __init__(
-        self, width: Size, feed_forward: Size, *, activation: str = "swiglu", bias: bool = False
+        self,
+        width: Size,
+        feed_forward: Size,
+        *,
+        activation: str = "swiglu",
+        bias: bool | None = False,
     ) -> None:
         super().__init__()
         self.activation = activation

@@ -28,7 +28,7 @@ class Linear(nn.Module):
         self,
         in_features: Size,
         out_features: Size,
-        bias: bool = True,
+        bias: bool | None = True,
         *,
         activation: str | None = None,
         norm: nn.Module | None = None,

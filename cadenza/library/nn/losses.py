@@ -32,7 +32,7 @@ class LinearCrossEntropy(nn.Module):
         width: Size,
         vocabulary: Size,
         *,
-        bias: bool = False,
+        bias: bool | None = False,
         class_weight: Tensor | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cadenza.library import programs
-from cadenza.library.arguments import Size, checked
+from cadenza.library.arguments import Size, Sizes, checked
 from cadenza.library.nn.architecture import Architecture
 from cadenza.library.nn.readable import readable
 
@@ -19,7 +19,7 @@ class RMSNorm(nn.RMSNorm):
     With offset 1, as in Gemma, weights are stored minus one and start at zero.
     """
 
-    def __init__(self, width: Size, eps: float = 1e-6, offset: float = 0.0) -> None:
+    def __init__(self, width: Size | Sizes, eps: float = 1e-6, offset: float = 0.0) -> None:
         self.offset = offset
         super().__init__(width, eps=eps)
 

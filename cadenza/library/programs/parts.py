@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cadenza.core import lang as L
-from cadenza.core.arguments import is_number, is_shaped
+from cadenza.core.arguments import dimensions, is_flag, is_number
 from cadenza.core.errors import ProgramError
 from cadenza.core.ir import Node
 from cadenza.core.storage import storage_dtype
@@ -52,7 +52,7 @@ def activated(x: Value, activation: str | None) -> Value:
 
 def operand(value: Value, name: str) -> Value:
     """The value, or None. Raises ProgramError for what is neither, such as a number."""
-    if value is None or is_shaped(value):
+    if value is None or dimensions(value) == 2:
         return value
     raise ProgramError(
         f"an operand {name} that is no tensor",
@@ -64,7 +64,7 @@ def operand(value: Value, name: str) -> Value:
 
 def check_flag(value: Any, name: str) -> None:
     """Raises ProgramError for what is neither True nor False."""
-    if not isinstance(value, bool):
+    if not is_flag(value):
         raise ProgramError(
             f"an option {name} that is no flag",
             found=f"{name}={value!r:.40}",

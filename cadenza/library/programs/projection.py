@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cadenza.core import lang as L
-from cadenza.core.arguments import is_shaped, is_whole
+from cadenza.core.arguments import dimensions, is_whole
 from cadenza.core.errors import ProgramError
 from cadenza.library.function import block
 from cadenza.library.programs.parts import (
@@ -138,8 +138,8 @@ def _normed_heads(x: Value, weight: Value, head_dim: int, offset: float, eps: fl
 def _check_heads(w: Value, head_dim: int, heads: int, key_value_heads: int) -> None:
     whole = all(is_whole(n) and n >= 1 for n in (head_dim, heads, key_value_heads))
     rows = (heads + 2 * key_value_heads) * head_dim if whole else None
-    shape = list(w.shape) if is_shaped(w) else w
-    if not whole or not is_shaped(w) or w.shape[0] != rows or heads % key_value_heads:
+    shape = list(w.shape) if dimensions(w) == 2 else w
+    if not whole or dimensions(w) != 2 or w.shape[0] != rows or heads % key_value_heads:
         product = "(heads + 2 * key_value_heads) * head_dim"
         raise ProgramError(
             "heads that don't fit the weight",

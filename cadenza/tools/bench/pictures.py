@@ -21,7 +21,7 @@ from cadenza.core.cost import Gpu
 from cadenza.tools.atomic import write_whole
 from cadenza.tools.bench.case import Record
 from cadenza.tools.bench.machine import known_gpu
-from cadenza.tools.bench.results import Results, cases, ratio
+from cadenza.tools.bench.results import Results, cases, ratio, standing
 from cadenza.tools.bench.stage import VARIANTS
 from cadenza.tools.bench.tables import GROUP, present, torch_name
 
@@ -47,7 +47,7 @@ def drawings(results: Results) -> dict[str, Callable[[str], bytes]]:
     """The pictures of a suite's times by name: each draws itself, given "png" or "svg"."""
     found: dict[str, Callable[[str], bytes]] = {}
     groups: dict[tuple[str, ...], list[Record]] = {}
-    for record in results.records:
+    for record in standing(results.records):
         if "us" in record:
             groups.setdefault(tuple(record[name] for name in GROUP), []).append(record)
     for (device, dtype, mode), records in groups.items():

@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,16 +34,13 @@ class Results:
     def merge(self, other: Results) -> None:
         """Takes over records; of two for the same the later run's stays, the other's if equal.
 
-        A failure takes no figure away: the record keeps it, with the reason as `failed_since`.
+        A failure takes no figure away: the record keeps it, with the failure as `failed_since`.
         """
         known = {key(record): record for record in self.records}
         runs = {**self.runs, **other.runs}
         for record in other.records:
-            old = known.get(key(record), record)
-            if runs[old["run"]]["date"] > runs[record["run"]]["date"]:
-                continue
-            lost = "failed" in record and "failed" not in old
-            known[key(record)] = {**old, "failed_since": record["failed"]} if lost else record
+            old = known.get(key(record))
+            known[key(record)] = record if old is None else _of_both(old, record, runs)
         self.records = list(known.values())
         used = {record["run"] for record in self.records}
         self.runs = {name: run for name, run in runs.items() if name in used}
@@ -56,6 +53,35 @@ class Results:
             f'{{"suite": {_line(self.suite)},\n "runs": {{\n{runs}\n }},\n'
             f' "records": [\n{records}\n ]}}\n'
         )
+
+
+def _of_both(old: Record, new: Record, runs: Mapping[str, Mapping[str, Any]]) -> Record:
+    """What two records of the same tell: the later figure, and a failure that came after it."""
+    by_date = sorted((old, new), key=lambda record: runs[record["run"]]["date"])
+    measured = [record for record in by_date if "failed" not in record]
+    if not measured:
+        return by_date[-1]
+    date = runs[measured[-1]["run"]]["date"]
+    failures = [one["failed_since"] for one in measured if "failed_since" in one]
+    failures += [
+        {"date": runs[one["run"]]["date"], "reason": one["failed"]}
+        for one in by_date
+        if "failed" in one
+    ]
+    since = max(failures, key=lambda failure: str(failure["date"]), default=None)
+    kept = {name: value for name, value in measured[-1].items() if name != "failed_since"}
+    return {**kept, "failed_since": since} if since and since["date"] > date else kept
+
+
+def standing(records: Sequence[Record]) -> list[Record]:
+    """The records as they stand: a figure that a later run could not repeat has failed."""
+    return [
+        {name: record[name] for name in (*KEY, "run")}
+        | {"failed": record["failed_since"]["reason"]}
+        if "failed_since" in record
+        else record
+        for record in records
+    ]
 
 
 def _line(value: Any) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from cadenza.core.cost import Work
 from cadenza.tools.bench.case import DTYPES, Record
 from cadenza.tools.bench.machine import known_gpu
-from cadenza.tools.bench.results import Results, cases, ratio
+from cadenza.tools.bench.results import Results, cases, ratio, standing
 from cadenza.tools.bench.stage import UNCOMPARED, VARIANTS
 
 Case = Mapping[str, Record]
@@ -28,7 +28,7 @@ def show(results: Results, console: Console | None = None) -> None:
     if not console.is_terminal:
         console.width = WIDE
     groups: dict[tuple[str, ...], list[Record]] = {}
-    for record in results.records:
+    for record in standing(results.records):
         groups.setdefault(tuple(record[name] for name in GROUP), []).append(record)
     for (device, dtype, mode), records in groups.items():
         title = ", ".join(filter(None, (results.suite, dtype, mode, device)))
@@ -64,14 +64,12 @@ def _row_names(case: Case) -> tuple[str, str]:
 
 
 def failures(records: Iterable[Record]) -> list[str]:
-    """One line for each reason that figures are missing for, or of an earlier run."""
+    """One line for each reason that figures are missing for."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for record in records:
-        since = record.get("failed_since")
-        reason = record.get("failed", since and f"an earlier run's figure, since when: {since}")
-        if reason:
+        if "failed" in record:
             where = f"{record['pattern']} {record['size']}"
-            reasons.setdefault((record["variant"], reason), []).append(where)
+            reasons.setdefault((record["variant"], record["failed"]), []).append(where)
     return [f"{name}: {reason} [{', '.join(w)}]" for (name, reason), w in reasons.items()]
 
 
