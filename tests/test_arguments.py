@@ -169,8 +169,8 @@ def test_in_the_library(function):
 
 
 @pytest.mark.slow
-def test_a_total_that_torch_compile_has_left_open(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_a_total_that_torch_compile_has_left_open():
     ends, expected = torch.tensor([0, 3, 5]), torch.tensor([0, 1, 2, 0, 1])
     compiled = torch.compile(
         lambda ends: ops.packed_positions(ends, ends[-1].item()), fullgraph=True, backend="eager"

@@ -33,11 +33,14 @@ FUNCTIONS = {
 
 
 def every_number(x, w, r):
-    """An epilogue and rows' finishes in which each number stands."""
-    y = L.linear(x, w)
-    for number in NUMBERS:
-        y = L.where(y > number, y / number, L.maximum(y, number) * r)
-    return y, L.linear(y * L.rsqrt(L.row_sum(y * y) / -0.0), w)
+    """Two epilogues, and a finish of rows, in which all of the numbers stand."""
+    y, z = L.linear(x, w), L.linear(x, w * 2.0)
+    for place, number in enumerate(NUMBERS):
+        if place % 2:
+            y = L.where(y > number, y / number, r)
+        else:
+            z = L.maximum(z * number, number)
+    return y, L.linear(z * L.rsqrt(L.row_sum(z * z) / -0.0), w)
 
 
 def results(function, number, tensors, **options):
