@@ -130,7 +130,12 @@ def _held(function: Any, called: Any) -> Any:
             mismatch = _mismatch(function, args, kwargs)
             if not mismatch or isinstance(error, ProgramError):
                 raise
-        raise _refused(called, "arguments", mismatch, "those of the function")
+        raise ProgramError(
+            f"arguments of {_place(called)}",
+            found=mismatch,
+            expected="those of the function",
+            write=_call(called),
+        )
 
     return holding
 
@@ -155,16 +160,21 @@ def _mismatch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 
 
 def _misfit(called: Any, name: str, value: object, kinds: list[Kind]) -> ProgramError:
-    expected = " or ".join(kind.called for kind in kinds)
-    return _refused(called, f"argument {name}", f"{name}={value!r:.40}", expected)
-
-
-def _refused(called: Any, what: str, found: str, expected: str) -> ProgramError:
-    home = next((short for long, short in HOMES.items() if called.__module__.startswith(long)), "")
-    place = f"{home}.{called.__name__}" if home else called.__qualname__
-    listed = ", ".join(
-        str(p.replace(annotation=p.empty)) for p in inspect.signature(called).parameters.values()
-    )
     return ProgramError(
-        f"{what} of {place}", found=found, expected=expected, write=f"{place}({listed})"
+        f"argument {name} of {_place(called)}",
+        found=f"{name}={value!r:.40}",
+        expected=" or ".join(kind.called for kind in kinds),
+        write=_call(called),
     )
+
+
+def _place(called: Any) -> str:
+    """What authors call a function or a class."""
+    home = next((short for long, short in HOMES.items() if called.__module__.startswith(long)), "")
+    return f"{home}.{called.__name__}" if home else str(called.__qualname__)
+
+
+def _call(called: Any) -> str:
+    """A call with all parameters, without their types."""
+    parameters = inspect.signature(called).parameters.values()
+    return f"{_place(called)}({', '.join(str(p.replace(annotation=p.empty)) for p in parameters)})"

@@ -6,6 +6,7 @@ answers at once.
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -44,6 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
         return _refuse(f"{error.format_message()} (cadenza --help lists what there is)")
     except (Fault, BackEndError) as error:
         return _refuse(str(error))
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return _refuse(f"{error.filename!s:.40}… is longer than a file's name may be")
     except (KeyboardInterrupt, typer.Abort):
         return 130
     return code if isinstance(code, int) else 0
@@ -98,9 +103,16 @@ def taking(options: type) -> Callable[[Callable[..., int]], Callable[..., int]]:
     return extended
 
 
+def _within_64_bits(value: Any) -> Any:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise typer.BadParameter(f"{value} is no number of 64 bits")
+    return value
+
+
 def _option(name: str, kind: Any, setting: Any) -> Parameter:
     default = "" if setting.default is None else f" (default {setting.default})"
-    option = typer.Option(None, help=setting.metadata["help"] + default, show_default=False)
+    about = setting.metadata["help"] + default
+    option = typer.Option(None, help=about, show_default=False, callback=_within_64_bits)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=option, annotation=kind | None)
 
 

@@ -28,6 +28,7 @@ from cadenza.tools.fault import Fault
 DEFAULTS = {"M": 16384, "D": 4096, "F": 14336, "H": 32, "KV": 8, "HD": 128, "V": 128256}
 OWN = {"K": 4096, "N": 4096}  # beside those, for programs of one's own
 DTYPES = ("bfloat16", "float16", "float32")
+LARGEST = 2**31 - 1  # of a size
 # Operands of built-in blocks that are no floating numbers, and those that no model trains.
 WHOLE_NUMBERS = ("target", "seed", "feed_forward_seed")
 UNTRAINED = ("cos", "sin", *WHOLE_NUMBERS)
@@ -107,8 +108,12 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
     sizes = {}
     for part in (part.strip() for text in texts for part in text.split(",")):
         name, equals, number = (piece.strip() for piece in part.partition("="))
-        if not equals or not name.isidentifier() or not number.isdigit() or int(number) < 1:
-            raise Fault(f"--size {part!r} is no size: write a name and a number, as D=4096")
+        known = equals and name.isidentifier() and number.isdecimal() and len(number) <= 10
+        if not known or not 1 <= int(number) <= LARGEST:
+            raise Fault(
+                f"--size {part[:40]!r} is no size: write a name and a number up to {LARGEST}, "
+                "as D=4096"
+            )
         sizes[name] = int(number)
     return sizes
 

@@ -23,7 +23,7 @@ from cadenza.tools.audit.stock import StockDecoder
 from cadenza.tools.audit.twin import TwinDecoder
 from cadenza.tools.blame import is_ours
 from cadenza.tools.fault import Fault
-from cadenza.tools.target import load_module
+from cadenza.tools.target import LARGEST, load_module
 
 Tensor = torch.Tensor
 DTYPE = torch.bfloat16
@@ -153,8 +153,9 @@ class FunctionSubject:
 def find_subject(text: str, batch: int, sequence: int | None) -> Subject:
     """The subject that a command names. Raises Fault where there is none."""
     for option, number in (("batch", batch), ("sequence", sequence)):
-        if number is not None and number < 1:
-            raise Fault(f"--{option} {number}: choose 1 or more")
+        if number is not None and not 1 <= number <= LARGEST:
+            more = "1 or more" if number < 1 else f"at most {LARGEST}"
+            raise Fault(f"--{option} {number}: choose {more}")
     if text.lower() in SIZES:
         return _of_decoder(decoder_of(SIZES[text.lower()], text.lower()), batch, sequence)
     place, _, name = text.rpartition(":")
