@@ -9,10 +9,11 @@ from graphs import LLAMA, LLAMA_CONSTANTS, count, llama_block, pair, program, ru
 from cadenza.core import lang as L
 from cadenza.core.ir import Graph, equal, verify
 from cadenza.core.ops import Op
-from cadenza.core.pipeline import Pair, differentiate_program
+from cadenza.core.pipeline import Pair, compile_program, differentiate_program
 from cadenza.core.rules import simplify
 from cadenza.core.storage import dtypes_of
 from cadenza.core.text import digest
+from cadenza.core.trace import Operand, Signature
 
 WEIGHTS = ["wo", "norm", "w_gate_up", "w_down", "next_norm", "w_qkv"]
 LLAMA_NAMES = [text.split()[0] for text in LLAMA]
@@ -230,3 +231,18 @@ def test_the_same_function_twice_gives_equal_pairs():
     assert equal(one.forward, two.forward)
     assert equal(one.backward, two.backward)
     assert digest(one.backward) == digest(two.backward)
+
+
+@pytest.mark.parametrize("needed", [(), ("y",), ("w",), ("y", "r", "w")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_has_no_rows_is_stored_and_kept_as_other_values_are(dtype, needed):
+    """It takes no bytes, and is at hand no more than they are."""
+
+    def scaled(y, r, w):
+        product = L.matmul(L.rms_norm(y, r, 0.25, offset=1.0) * 0.25, w, transpose_b=True) * 0.5
+        return product, product
+
+    sizes = {"y": (0, 2), "r": (1, 2), "w": (3, 2)}
+    operands = tuple(Operand(name, *size, dtype) for name, size in sizes.items())
+    pair = compile_program(scaled, Signature(operands), needed=needed)
+    assert (pair.backward_plan is None) == (not needed)

@@ -65,6 +65,7 @@ def save(graph: Graph, joint: Graph, adjoints: set[Node]) -> list[Node]:
         if node not in forward:
             return float("inf")
         price = bytes_of(node.type, "bool" if node.type.kind == BOOLEAN else stored[node])
+        price = max(1, price)  # of no rows, too: only what is at hand is free
         return price - 0.5 if node.op is Op.CAST else price  # rounded already: keeping it is exact
 
     def sources(node: Node) -> tuple[Node, ...] | None:

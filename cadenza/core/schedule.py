@@ -184,7 +184,9 @@ class _Scheduler:
             return float("inf")
         if node in self.stored or is_vector(node) or node in self.leaves:
             return 0
-        return self.size(node) if self.readiness.stage(node).in_product else float("inf")
+        if not self.readiness.stage(node).in_product:
+            return float("inf")
+        return max(1, self.size(node))  # of no rows, too: only what is at hand is free
 
     def _made_from(self, node: Node) -> tuple[Node, ...] | None:
         return None if is_product(node) else node.inputs
