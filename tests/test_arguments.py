@@ -42,6 +42,7 @@ def called_with(function, given):
     return lambda x: function(*(x if one is X else one for one in given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", L.__all__)
 def test_in_a_program(name):
     for given in arguments(getattr(L, name)):
