@@ -16,7 +16,7 @@ from cadenza.core.errors import ProgramError
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 Value = Any  # a Node while tracing, a tensor of a registered type otherwise; or a number
-Operand = Any  # the same, and no number
+Shaped = Any  # the same, and no number
 Row = Any  # the same, with columns
 Matrix = Any  # the same, with rows and columns, as every Node has
 Size = int  # from 1 on
@@ -68,12 +68,13 @@ def is_flag(value: Any) -> bool:
     )
 
 
-def _is_within(value: Any) -> bool:
+def is_int64(value: Any) -> bool:
+    """Whether a value is a whole number that torch has room for."""
     return is_whole(value) and -WIDEST <= value < WIDEST
 
 
 def _is_size(value: Any) -> bool:
-    return _is_within(value) and value >= 1
+    return is_int64(value) and value >= 1
 
 
 def _is_one_size(value: Any) -> bool:
@@ -81,10 +82,10 @@ def _is_one_size(value: Any) -> bool:
 
 
 KINDS = {
-    "Operand": Kind(lambda value: dimensions(value) >= 0, "a value of the program"),
+    "Shaped": Kind(lambda value: dimensions(value) >= 0, "a value of the program"),
     "Row": Kind(lambda value: dimensions(value) >= 1, "a value of the program, with columns"),
     "Matrix": Kind(lambda value: dimensions(value) == 2, "a value of the program, [M, N]"),
-    "int": Kind(_is_within, "a whole number"),
+    "int": Kind(is_int64, "a whole number"),
     "Size": Kind(_is_size, "a whole number from 1 on"),
     "Sizes": Kind(_is_one_size, "that in a tuple"),
     "float": Kind(is_number, "a number"),

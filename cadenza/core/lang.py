@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from cadenza.core.arguments import Matrix, Operand, Row, Value
+from cadenza.core.arguments import Matrix, Row, Shaped, Value
 from cadenza.core.dispatch import composite
 from cadenza.core.errors import ProgramError
 from cadenza.core.primitives import (
@@ -72,25 +72,25 @@ def __getattr__(name: str) -> Any:
 
 
 @composite
-def relu(x: Operand) -> Value:
+def relu(x: Shaped) -> Value:
     """max(x, 0); its derivative at 0 is 0."""
     return where(x > 0.0, x, 0.0)
 
 
 @composite
-def relu2(x: Operand) -> Value:
+def relu2(x: Shaped) -> Value:
     """relu(x)²."""
     return relu(x) ** 2
 
 
 @composite
-def silu(x: Operand) -> Value:
+def silu(x: Shaped) -> Value:
     """x · sigmoid(x)."""
     return x * sigmoid(x)
 
 
 @composite
-def gelu(x: Operand, approximate: str = "none") -> Value:
+def gelu(x: Shaped, approximate: str = "none") -> Value:
     """x · Φ(x), by erf ("none") or by tanh ("tanh"), as torch.nn.functional.gelu."""
     if approximate == "none":
         return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
@@ -102,7 +102,7 @@ def gelu(x: Operand, approximate: str = "none") -> Value:
 
 
 @composite
-def softcap(x: Operand, cap: Value) -> Value:
+def softcap(x: Shaped, cap: Value) -> Value:
     """cap · tanh(x / cap), as in Gemma 2."""
     return cap * tanh(x / cap)
 
@@ -129,7 +129,7 @@ def reglu(x: Matrix) -> Value:
 
 
 @composite
-def dropout(x: Operand, p: float, seed: Value) -> Value:
+def dropout(x: Shaped, p: float, seed: Value) -> Value:
     """x / (1 - p) where a random number reaches p, else 0; the same in forward and backward."""
     if not 0.0 <= p < 1.0:
         raise ProgramError(
@@ -145,7 +145,7 @@ def dropout(x: Operand, p: float, seed: Value) -> Value:
 
 
 @composite
-def rms_norm(x: Matrix, w: Operand | float | None, eps: Value = 1e-6, offset: float = 0.0) -> Value:
+def rms_norm(x: Matrix, w: Shaped | float | None, eps: Value = 1e-6, offset: float = 0.0) -> Value:
     """x · rsqrt(mean(x²) + eps) · (w + offset); w [1, N] or None; offset 1 as in Gemma."""
     y = x * rsqrt(row_mean(x**2) + eps)
     return y if w is None else y * (w + offset if offset else w)
@@ -153,7 +153,7 @@ def rms_norm(x: Matrix, w: Operand | float | None, eps: Value = 1e-6, offset: fl
 
 @composite
 def layer_norm(
-    x: Matrix, w: Operand | float | None, b: Operand | float | None = None, eps: Value = 1e-5
+    x: Matrix, w: Shaped | float | None, b: Shaped | float | None = None, eps: Value = 1e-5
 ) -> Value:
     """(x - mean) · rsqrt(variance + eps) · w + b; w and b [1, N] or None."""
     y = (x - row_mean(x)) * rsqrt(row_variance(x) + eps)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from keyword import iskeyword
 from typing import Any
 
-from cadenza.core.arguments import Matrix, Operand, Value, checked
+from cadenza.core.arguments import Matrix, Shaped, Value, checked
 from cadenza.core.dispatch import apply, composite
 from cadenza.core.errors import ProgramError
 from cadenza.core.ir import Node
@@ -244,7 +244,7 @@ def matmul(a: Value, b: Value, transpose_a: bool = False, transpose_b: bool = Fa
 
 
 @composite
-def linear(x: Value, w: Value, bias: Operand | float | None = None) -> Value:
+def linear(x: Value, w: Value, bias: Shaped | float | None = None) -> Value:
     """x [M, K] @ w[N, K].T + bias [1, N]: [M, N], as torch.nn.functional.linear."""
     y = matmul(x, w, transpose_b=True)
     return y if bias is None else y + bias

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cadenza.core.arguments import is_flag, is_number, is_whole
+from cadenza.core.arguments import is_flag, is_int64, is_number
 from cadenza.core.errors import ProgramError
 from cadenza.library.operands import check_plain
 
@@ -33,7 +33,7 @@ def check_terms(
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None
 ) -> None:
     """Raises ProgramError for what is no number, or one outside of its range."""
-    if not (is_whole(ignore_index) and -(2**63) <= ignore_index < 2**63):
+    if not is_int64(ignore_index):
         raise wrong(
             f"ignore_index={ignore_index!r}",
             "a whole number: a class that does not count, or one that does not exist",
@@ -59,7 +59,7 @@ def check_form(
                 "reduction='mean', 'sum' or 'none'",
             )
     known = isinstance(reduction, str) and reduction in REDUCTIONS
-    if not known or not (chunk is None or (is_whole(chunk) and 1 <= chunk < 2**63)):
+    if not known or not (chunk is None or (is_int64(chunk) and chunk >= 1)):
         raise wrong(
             f"reduction={reduction!r:.40}, chunk={chunk!r:.40}",
             f"a reduction of {', '.join(REDUCTIONS)}, and at least one row at a time",
