@@ -19,8 +19,8 @@ from cadenza.core.ir import Node
 from cadenza.core.ops import FLOATS, Op
 
 Tensor = torch.Tensor
-NUMBERS = (Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.MAXIMUM, Op.MINIMUM, Op.COMPARE, Op.WHERE,
-           Op.LOGSUMEXP)  # fmt: skip
+# Not a quotient: beside a number torch multiplies by a reciprocal, which may be infinite.
+NUMBERS = (Op.ADD, Op.SUB, Op.MUL, Op.MAXIMUM, Op.MINIMUM, Op.COMPARE, Op.WHERE, Op.LOGSUMEXP)
 RELATIONS = {"<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne}
 
 

@@ -25,6 +25,7 @@ from cadenza.library.blocks import BUILT_IN
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 OF_KERNEL, OF_CALL, FACTOR = 10.0, 40.0, 3.0  # µs, µs, how much more is let pass
 BATCHES = 30
+WARM = 0.5  # seconds of calls before any is timed: a processor that was idle runs slowly at first
 PENDING = 500  # launches that may wait for the GPU: with about 1000 the host waits as well
 
 
@@ -48,9 +49,17 @@ def batch(function, calls):
     return (time.perf_counter() - start) / calls * 1e6
 
 
+def warmed(function, calls):
+    """Calls a function until the processor has its full clock."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < WARM:
+        batch(function, calls)
+
+
 def microseconds(function, calls):
     """The median time of one call."""
     with without_collection():
+        warmed(function, calls)
         measured = [batch(function, calls) for _ in range(BATCHES)]
     torch.cuda.synchronize()
     return statistics.median(measured[5:])
@@ -197,6 +206,7 @@ def figures(timed, calls):
     keys = [(threads, f) for threads in (True, False) for f in functions]
     measured = {key: [] for key in keys}
     with without_collection():
+        warmed(timed.both, calls)
         for turn in range(BATCHES):
             for threads, function in keys if turn % 2 else keys[::-1]:
                 with torch.autograd.set_multithreading_enabled(threads):

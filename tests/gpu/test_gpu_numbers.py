@@ -35,6 +35,19 @@ def test_triton_and_the_reference_agree(function, number, place):
         torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-6, equal_nan=True)
 
 
+def test_a_quotient_with_a_number_is_a_quotient(place):
+    """The reciprocal of 2⁻¹³⁰, by which torch would multiply, is infinite in float32."""
+
+    def divided(x, numerator, divisor):
+        return {"above": numerator / x, "below": x / divisor}
+
+    x = torch.full((3, 2), 2.0**-130, device=place.device)
+    for backend in ("reference", "triton"):
+        found = block(divided)(x, 2.0**-30, 2.0**-130, backend=backend)
+        torch.testing.assert_close(found["above"].cpu(), torch.full((3, 2), 2.0**100), msg=backend)
+        torch.testing.assert_close(found["below"].cpu(), torch.ones(3, 2), msg=backend)
+
+
 @pytest.mark.parametrize("dtype", [BRAIN, HALF], ids=str)
 def test_every_number_in_one_epilogue(dtype, place):
     tensors = whole(place, dtype)
