@@ -15,6 +15,7 @@ from hf_models import (
     pair,
     runs_programs,
 )
+from transformers.cache_utils import DynamicCache
 
 import cadenza as cz
 from cadenza.integrations.hf.layer import ROWS
@@ -86,6 +87,39 @@ def test_a_prompt_with_a_cache_and_tokens_after_it():
             ]
     for ours, stock in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
+
+
+class Watched(DynamicCache):
+    """A cache that notes whether what it is given has gaps in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def update(self, keys, values, *args, **options):
+        self.seen.append((keys.is_contiguous(), values.is_contiguous()))
+        return super().update(keys, values, *args, **options)
+
+
+@each_family
+def test_a_cache_is_given_tokens_as_the_twins_is(family):
+    """Where many sequences are decoded at a time, which programs do."""
+    model, twin = accelerated_pair(family)
+    tokens = batch(ROWS, 5)["input_ids"]
+    found = {}
+    with torch.no_grad():
+        for one in (model, twin):
+            cache = Watched()
+            one.eval()(tokens[:, :4], past_key_values=cache, use_cache=True)
+            cache.seen.clear()
+            assert runs_programs(one, input_ids=tokens[:, :1]) == (one is model)
+            logits = one(tokens[:, 4:], past_key_values=cache, use_cache=True).logits
+            found[one] = cache.seen, logits
+    (seen, logits), (expected, reference) = found[model], found[twin]
+    assert len(seen) == len(expected) > 0
+    assert all(a >= b for ours, stock in zip(seen, expected, strict=True)
+               for a, b in zip(ours, stock, strict=True)), (seen, expected)  # fmt: skip
+    torch.testing.assert_close(logits, reference, rtol=1e-4, atol=1e-5)
 
 
 def test_position_ids_and_packed_sequences():

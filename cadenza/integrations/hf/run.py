@@ -193,6 +193,8 @@ class _Attention(StandIn):
             return {names[0]: _Given(qkv)}
         sizes = [plan.heads, plan.key_value_heads, plan.key_value_heads]
         apart = torch.split(qkv, [size * plan.head_dim for size in sizes], dim=-1)
+        if qkv.shape[1] == 1:  # as a cache has its tokens: of gaps in memory torch joins slowly
+            apart = (apart[0], *(part.contiguous() for part in apart[1:]))
         found = {name: _Given(part) for name, part in zip(names, apart, strict=True)}
         return found | {path.rpartition(".")[2]: _same for path in plan.head_norms}
 

@@ -71,4 +71,5 @@ def forget_functions() -> None:
 
 
 def _rotated_already(q: Any, k: Any, *tables: Any, **options: Any) -> tuple[Any, Any]:
-    return q, k
+    """Both as they are; the keys of a single token without gaps in memory, as rotated ones."""
+    return q, k.contiguous() if k.shape[-2] == 1 else k
