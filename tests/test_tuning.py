@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from planned import call
 from tuning_place import HOPPER, place, plans, settled
 from tuning_tasks import Answers, Dying, Hanging
 
@@ -23,6 +24,7 @@ from cadenza.backends.triton.tuning import candidates, contests, records, timing
 from cadenza.backends.triton.tuning.recipes import KernelCall, ProductCall, views
 from cadenza.backends.triton.tuning.worker import COMPILE, Compile
 from cadenza.backends.triton.tuning.workers import Hangs, Worker, Workers
+from cadenza.core.plan_text import PairText
 from cadenza.library.blocks import BUILT_IN
 
 pytestmark = pytest.mark.usefixtures(place.__name__)
@@ -61,8 +63,18 @@ def test_candidates_read_the_same_memory_and_write_their_own():
 
 
 def test_small_kernels_are_not_measured():
+    pair = call("llama", 8, torch.bfloat16).pair()
+    for rows in (1, 128, 4096):
+        setting = settled(pair.forward_plan, rows=rows)
+        assert contests.keys_of(pair.forward_plan, PairText(pair), setting) == {}
+
+
+@pytest.mark.parametrize("rows", [1, 7, 128])
+def test_products_of_few_rows_with_large_weights_are_measured(rows):
+    """They take as long as reading the weights, and default tiles leave most of a device idle."""
     plan, text = plans("llama")[0]
-    assert contests.keys_of(plan, text, settled(plan, rows=1)) == {}
+    measured = contests.keys_of(plan, text, settled(plan, rows=rows))
+    assert list(measured) == [k for k in plan.kernels if k.product is not None]
 
 
 def test_the_full_list_holds_the_short_one():

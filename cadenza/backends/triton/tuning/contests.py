@@ -36,6 +36,8 @@ Tensor = torch.Tensor
 METHOD = "in turns and by itself"  # how candidates are compared: part of a key
 WORTH = 2**33  # floating-point operations from which on a product's kernel is measured
 WORTH_BYTES = 2**26  # of a kernel without a product
+WORTH_READ = 2**24  # bytes of the right operand where rows are few, as in decoding
+FEW = 128
 
 
 class Setting(NamedTuple):
@@ -104,7 +106,8 @@ def _worth(kernel: Kernel, setting: Setting) -> bool:
     left, turned = kernel.product.inputs[0], kernel.product.attributes["transpose_a"]
     depth = size(left.type.rows if turned else left.type.columns)
     rows, columns = (size(d) for d in kernel.product.type[:2])
-    return 2 * rows * columns * depth >= WORTH
+    read = 2 * columns * depth if rows <= FEW else 0
+    return 2 * rows * columns * depth >= WORTH or read >= WORTH_READ
 
 
 def _key(kernel: Kernel, steps: Sequence[Step], setting: Setting) -> str:
