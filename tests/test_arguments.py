@@ -193,3 +193,21 @@ def test_what_torch_takes_for_a_flag_or_a_size():
         ops.linear_cross_entropy(**loss, ignore_index=numpy.int64(2), lean=1),
         ops.linear_cross_entropy(**loss, ignore_index=2, lean=True),
     )
+
+
+NUMBERS = [(numpy.float32(2.5), 2.5), (numpy.float64(2.5), 2.5), (numpy.int64(2), 2),
+           (numpy.bool_(True), True), (Fraction(1, 2), 0.5)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "same"), NUMBERS, ids=lambda value: type(value).__name__)
+def test_numbers_of_other_libraries_are_constants(number, same):
+    scaled = block(lambda x, scale: L.silu(x) * scale)
+    for _ in range(2):  # the second call finds the first one's kind
+        assert torch.equal(scaled(X, number), scaled(X, same))
+    assert torch.equal(scaled.plain(X, number), scaled.plain(X, same))
+    assert str(scaled.graph(X, number)) == str(scaled.graph(X, same))
+
+
+def test_a_module_takes_numbers_of_other_libraries():
+    norm = nn.RMSNorm(numpy.int64(8), eps=numpy.float32(0.5))
+    assert torch.equal(norm(X), nn.RMSNorm(8, eps=0.5)(X))

@@ -23,7 +23,7 @@ from cadenza.core.ops import M
 from cadenza.core.trace import location
 from cadenza.library.autocast import autocast_dtype
 from cadenza.library.eager import Prepared
-from cadenza.library.identity import CONSTANTS, register
+from cadenza.library.identity import CONSTANTS, as_constant, register
 from cadenza.library.kinds import Calls
 from cadenza.library.operands import as_matrix, check_plain, checked_shapes, declared_dtypes
 from cadenza.library.operator import PROGRAMS, find
@@ -168,7 +168,8 @@ class Program:
     ) -> tuple[tuple[str, ...], list[Tensor], tuple[tuple[str, Any], ...]]:
         """Names and tensors of the operands, and the constants."""
         names = tuple(n for n, v in bound.items() if isinstance(v, Tensor))
-        constants = tuple((n, v) for n, v in bound.items() if not isinstance(v, Tensor))
+        given = [(n, v) for n, v in bound.items() if not isinstance(v, Tensor)]
+        constants = tuple((n, as_constant(v)) for n, v in given)
         for name, value in constants:
             if not isinstance(value, CONSTANTS):
                 raise ProgramError(

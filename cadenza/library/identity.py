@@ -5,15 +5,31 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from types import CodeType
 from typing import Any
 
+from cadenza.core.arguments import is_number
 from cadenza.core.trace import location
 from cadenza.library.operator import PROGRAMS
 from cadenza.library.specialize import Specializations
 
 Function = Callable[..., Any]
 CONSTANTS = (bool, int, float, str, type(None))
+
+
+def as_constant(value: Any) -> Any:
+    """The constant that an argument is: Python's own number of another library's, as NumPy's.
+
+    What is no constant is returned as it is.
+    """
+    if isinstance(value, CONSTANTS):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real) and is_number(value):
+        return float(value)
+    return bool(value) if type(value).__name__ in ("bool", "bool_") else value
 
 
 def register(

@@ -23,10 +23,9 @@ from cadenza.integrations.hf.run import Run
 from cadenza.integrations.hf.weights import LayerWeights
 from cadenza.library.autocast import autocast_dtype
 
-# Below this many rows (tokens of all sequences together) a call takes the model's own path. Measured
-# on an H200, widths 2048 and 4096, a token each of 1 to 64 sequences with default tiles: launched
-# from Python a program took 0.73 to 0.85 of the time, but its kernels up to 1.5 of the time on the
-# device, which decides in a CUDA graph.
+# Below this many rows (tokens of all sequences together) a call takes the model's own path. Of a
+# token each of 1 to 64 sequences, widths 2048 and 4096 and default tiles, an H200 took 0.73 to 0.85
+# of the time where Python launches, but up to 1.6 on the device, which decides in a CUDA graph.
 ROWS = 64
 # What makes a layer do what no program does, where it is given and true.
 OTHERWISE = ("output_attentions", "encoder_hidden_states")
