@@ -16,7 +16,7 @@ from cadenza.backends.triton.overwriting import takers
 from cadenza.backends.triton.program import Choose, Program
 from cadenza.backends.triton.replay import Recording, Replay
 from cadenza.backends.triton.replay import replay as make_replay
-from cadenza.backends.triton.target import INTERPRETER, Target
+from cadenza.backends.triton.target import INTERPRETER, Target, tf32_allowed
 from cadenza.backends.triton.tuning import choices
 from cadenza.backends.triton.tuning.contests import rounded
 from cadenza.core.errors import BackEndError
@@ -164,7 +164,7 @@ class Executable:
         self, tensors: Sequence[Tensor], addresses: Sequence[int], rows: int
     ) -> tuple[bool, tuple[Any, ...]]:
         """Whether products may be tf32's, and all of a call that launches depend on."""
-        tf32 = self.single and torch.backends.cuda.matmul.allow_tf32
+        tf32 = self.single and tf32_allowed()
         bits = 0
         for address in addresses:
             bits |= address

@@ -16,6 +16,7 @@ from cadenza.backends.triton.configuration import Configuration, Strip
 from cadenza.backends.triton.launch import Argument, Descriptor, Launcher
 from cadenza.backends.triton.memory import Memory, Step
 from cadenza.backends.triton.source import Source
+from cadenza.backends.triton.target import tf32_allowed
 from cadenza.core.ir import Node
 from cadenza.core.plan import Kernel
 from cadenza.core.readiness import is_vector
@@ -197,8 +198,7 @@ class ProductLaunch(Launch):
 
     def precision(self, dtype: torch.dtype) -> str:
         """How float32 operands are multiplied: as torch's own switch allows."""
-        allowed = torch.backends.cuda.matmul.allow_tf32
-        return "tf32" if dtype == torch.float32 and allowed else "ieee"
+        return "tf32" if dtype == torch.float32 and tf32_allowed() else "ieee"
 
     def described(
         self, a: Tensor, ta: bool, b: Tensor, tb: bool

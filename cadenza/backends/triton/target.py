@@ -54,6 +54,14 @@ class Target:
         return replace(known, shared=shared) if shared else known
 
 
+def tf32_allowed() -> bool:
+    """Whether torch lets float32 be multiplied as tf32, by whichever of its switches.
+
+    Its older `allow_tf32` can't be read once a newer one has been set.
+    """
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
 def _of_capability(capability: int) -> Target:
     name = f"sm_{capability}"
     if name in TARGETS:
