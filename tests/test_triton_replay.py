@@ -27,7 +27,14 @@ from cadenza.backends.triton.fallbacks import LibraryProduct, ReferenceKernel
 from cadenza.backends.triton.launch import Descriptor
 from cadenza.backends.triton.memory import Memory
 from cadenza.backends.triton.program import Program
-from cadenza.backends.triton.replay import ALIGNMENT, Recording, Span, placed, replay
+from cadenza.backends.triton.replay import (
+    ALIGNMENT,
+    Noted,
+    Recording,
+    Span,
+    placed,
+    replay,
+)
 from cadenza.backends.triton.target import INTERPRETER, Target
 from cadenza.core.pipeline import compile_program
 from cadenza.library.blocks import BUILT_IN
@@ -89,8 +96,8 @@ def recorded(direct=Direct, usable=True):
     box = Descriptor(x, x.shape, x.stride(), (4, 8))
     made = direct() if direct else None
     launches = [
-        (Launcher(made), (1, 1), [box, inner, 8]),
-        (Launcher(made), (2, 1), [inner, out, 7]),
+        Noted(Launcher(made), (1, 1), [box, inner, 8]),
+        Noted(Launcher(made), (2, 1), [inner, out, 7]),
     ]
     return Recording([inner, out], launches, usable), x, inner, out
 
@@ -113,7 +120,7 @@ def test_addresses_that_come_back_are_put_in_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
         for bases in [(1000, 1, 2), (1000, 1, 2), (1000, 3, 2)]:
-            found._run(bases)
+            found._run(bases, ())
     first = (1, 1, 1, 5, "kernel", "map of 1", 4, 8, 8, 1, 1000, 8, None, None)
     assert direct.launched[:2] == [first, (2, 1, 1, 5, "kernel", 1000, 2, 7, None, None)]
     assert direct.launched[2:4] == direct.launched[:2]
@@ -133,7 +140,7 @@ def test_a_replay_gives_new_outputs_of_inputs_at_addresses(allocate, monkeypatch
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
     found = replay(recording, [x], [out], [2], DEVICE)
-    (first,), (second,) = found([1000]), found([1000])
+    (first,), (second,) = found([1000], [x]), found([1000], [x])
     assert first.data_ptr() != second.data_ptr()
     for made, launched in ((first, direct.launched[1]), (second, direct.launched[3])):
         assert (made.shape, made.stride(), made.dtype) == (out.shape, out.stride(), out.dtype)
@@ -144,7 +151,9 @@ def test_a_replay_gives_new_outputs_of_inputs_at_addresses(allocate, monkeypatch
 def test_launches_that_some_outputs_need_are_made_first(monkeypatch):
     """The first output after one of two launches; the workspace lives until all are made."""
     direct, (x, out, other) = Direct(), (torch.zeros(4, 8) for _ in range(3))
-    launches = [(Launcher(direct), (1, 1), [x, out]), (Launcher(direct), (2, 1), [out, other])]
+    launches = [
+        Noted(Launcher(direct), (1, 1), [x, out]), Noted(Launcher(direct), (2, 1), [out, other])
+    ]  # fmt: skip
     recording = Recording([out, other])
     for launch_made, value in zip(launches, "ab", strict=True):
         recording.launches.append(launch_made)
@@ -156,18 +165,69 @@ def test_launches_that_some_outputs_need_are_made_first(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
     for kept, first in (((0,), 1), ((1,), 2), ((0, 1), 2), ((), 0)):
         direct.launched.clear()
-        made, rest = found.begun([1000], kept)
+        made, rest = found.begun([1000], [x], kept)
         assert len(direct.launched) == first
         rest()
         assert [given[0] for given in direct.launched] == [1, 2]
         assert direct.launched[1][5:7] == tuple(m.data_ptr() for m in made)
-    made, rest = found.begun([1000], (0,))
+    made, rest = found.begun([1000], [x], (0,))
     held = [weakref.ref(tensor) for tensor in made]
     del made
     assert all(tensor() is not None for tensor in held), "later launches read and write them"
     rest()
     del rest
     assert all(tensor() is None for tensor in held)
+
+
+class Multiplied:
+    """Stands for the node of a product."""
+
+    def __init__(self, *inputs, turned):
+        self.inputs, self.attributes = inputs, {"transpose_a": False, "transpose_b": turned}
+
+
+def product_step(name, memory, left, right, out=None):
+    """A step of a plan that is torch's product, of values that a memory has by these names."""
+    node = Multiplied(left, right.removesuffix(".T"), turned=right.endswith(".T"))
+    step = LibraryProduct(node, memory.values[left].dtype if out is None else out, "")
+    step.run(memory)
+    memory.recording.usable &= step.recorded
+    memory.values[name] = memory.values.pop(node)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gap", [0, 8], ids=["whole", "of wider rows"])
+def test_library_products_are_repeated_on_other_inputs(dtype, gap, monkeypatch):
+    """Between the inputs, the workspace and the outputs, transposed or not."""
+    monkeypatch.setattr(repeating, "_empty", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
+
+    def drawn():
+        x, w = (torch.randn(n, 8 + gap).to(dtype)[:, :8] for n in (4, 8))
+        return {"x": x, "w": w}
+
+    memory = Memory(4, DEVICE, drawn(), recording=Recording())
+    inputs = [memory.values[name] for name in "xw"]
+    product_step("inner", memory, "x", "w.T")
+    product_step("out", memory, "inner", "w")
+    found = replay(memory.recording, inputs, [memory.values["out"]], [2], DEVICE)
+    for _ in range(3):
+        x, w = drawn().values()
+        (out,) = found([x.data_ptr(), w.data_ptr()], [x, w])
+        assert torch.equal(out, torch.mm(torch.mm(x, w.T), w))
+    made, rest = found.begun([x.data_ptr(), w.data_ptr()], [x, w], ())
+    rest()
+    assert torch.equal(made[0], out)
+
+
+def test_a_product_that_torch_makes_in_steps_is_not_repeated():
+    values = {"x": torch.ones(4, 8, dtype=torch.bfloat16), "w": torch.ones(8, 8)}
+    memory = Memory(4, DEVICE, values, recording=Recording())
+    product_step("out", memory, "x", "w", torch.float32)
+    assert torch.equal(memory.values["out"], torch.full((4, 8), 8.0))
+    assert replay(memory.recording, [*values.values()], [memory.values["out"]], [1], DEVICE) is None
 
 
 def on_a_cpu(empty_strided, *given, device, **named):

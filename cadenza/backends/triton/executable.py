@@ -96,7 +96,7 @@ class Executable:
         replay = self.replays.get(key)
         own_places = into or spent
         if replay is not None and not own_places:
-            return replay(addresses)
+            return replay(addresses, tensors)
         self.target = replace(Target.of(device), tf32=tf32)
         self._choose(tensors, rows)
         recorded = key in self.replays or own_places
@@ -126,7 +126,7 @@ class Executable:
             tf32, key = self._layout(tensors, addresses, rows)
             replay = self.replays.get(key)
             if replay is not None:
-                return replay.begun(addresses, kept)
+                return replay.begun(addresses, tensors, kept)
             if key not in self.replays:
                 return self(tensors, rows), done
             self.target = replace(Target.of(device), tf32=tf32)

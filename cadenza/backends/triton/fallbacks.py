@@ -19,6 +19,8 @@ Tensor = torch.Tensor
 class LibraryProduct(Step):
     """torch.mm, in float32 or in the dtype in which the product alone is stored."""
 
+    recorded = True
+
     def __init__(self, product: Node, dtype: torch.dtype, reason: str) -> None:
         self.product, self.dtype, self.reason = product, dtype, reason
         self.turned = [bool(product.attributes[f"transpose_{side}"]) for side in "ab"]
@@ -28,25 +30,31 @@ class LibraryProduct(Step):
             memory.values[i].T if t else memory.values[i]
             for i, t in zip(self.product.inputs, self.turned, strict=True)
         )
-        place = memory.places.get(self.product)
-        if place is not None and self._fits(place, a, b):
-            memory.values[self.product] = torch.mm(a, b, out=place)
-        else:
+        if not at_once(a, b, self.dtype):
+            if memory.recording is not None:
+                memory.recording.usable = False
             memory.values[self.product] = library_product(a, b, self.dtype)
-
-    def _fits(self, place: Tensor, a: Tensor, b: Tensor) -> bool:
-        alike = a.dtype == b.dtype == self.dtype == place.dtype
-        return alike and place.shape == (a.shape[0], b.shape[1])
+            return
+        shape, out = (a.shape[0], b.shape[1]), memory.places.get(self.product)
+        if out is None or out.shape != shape or out.dtype != self.dtype:
+            out = memory.empty(shape, self.dtype)
+        memory.multiply(a, b, out)
+        memory.values[self.product] = out
 
 
 def library_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b summed in float32 and rounded once to `dtype`."""
-    if a.dtype == b.dtype == dtype:
-        return torch.mm(a, b)
-    half = a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16)
-    if a.is_cuda and half and dtype == torch.float32:
-        return torch.mm(a, b, out_dtype=torch.float32)
+    if at_once(a, b, dtype):
+        return torch.mm(a, b) if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a.float(), b.float()).to(dtype)
+
+
+def at_once(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """Whether torch has a product that reads these and leaves `dtype`."""
+    if a.dtype != b.dtype:
+        return False
+    half = a.dtype in (torch.float16, torch.bfloat16)
+    return a.dtype == dtype or (a.is_cuda and half and dtype == torch.float32)
 
 
 class ReferenceKernel(Step):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cadenza.backends.triton.launch import Argument, Launcher
-from cadenza.backends.triton.replay import Grid, Recording
+from cadenza.backends.triton.replay import Grid, Noted, Recording, multiply
 from cadenza.backends.triton.source import Source
 from cadenza.core.ir import Node
 
@@ -47,7 +47,13 @@ class Memory:
         """Runs a kernel."""
         launcher(grid, given, self.device)
         if self.recording is not None:
-            self.recording.launches.append((launcher, grid, given))
+            self.recording.launches.append(Noted(launcher, grid, given))
+
+    def multiply(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """torch's product of a and b, summed in float32, as `out` has it."""
+        multiply(a, b, out)
+        if self.recording is not None:
+            self.recording.launches.append(Noted(None, (0, 0), (a, b, out)))
 
 
 class Step(ABC):

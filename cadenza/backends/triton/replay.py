@@ -7,7 +7,7 @@ workspace in which all that lives between kernels has its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,8 @@ Tensor = torch.Tensor
 ALIGNMENT = 512  # bytes; torch's own allocations have it
 KEPT_ADDRESSES = 256  # of one plan and layout: a step of training comes back to the same ones
 Grid = tuple[int, int]
-Call = tuple[Any, int, int, tuple[Any, ...]]  # the C function, the grid, its other arguments
+# The C function, the grid and its other arguments; or what takes the tensors of all bases, no grid.
+Call = tuple[Any, int, int, tuple[Any, ...]]
 
 
 def _by_dispatcher(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -32,12 +33,20 @@ def _by_dispatcher(shape: Sequence[int], strides: Sequence[int], dtype: torch.dt
 _empty: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _by_dispatcher)
 
 
+class Noted(NamedTuple):
+    """A launch of a kernel on a grid; or, without a launcher, torch's product of a and b into c."""
+
+    launcher: Launcher | None
+    grid: Grid
+    given: Sequence[Argument]
+
+
 @dataclass
 class Recording:
     """What the steps of one run did: what they allocated, and each launch, in order."""
 
     allocated: list[Tensor] = field(default_factory=list)
-    launches: list[tuple[Launcher, Grid, Sequence[Argument]]] = field(default_factory=list)
+    launches: list[Noted] = field(default_factory=list)
     usable: bool = True
     made: dict[Any, int] = field(default_factory=dict)  # values, and after how many launches
 
@@ -100,11 +109,58 @@ class _Launch:
         return self.direct.raw, *self.grid, (*self.direct.head, *given)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A tensor in the memory of a base: `whole` where it is the base's own."""
+
+    base: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    whole: bool
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """It, of the tensors of all bases."""
+        tensor = tensors[self.base]
+        if self.whole:
+            return tensor
+        if tensor.dtype != self.dtype:
+            tensor = tensor.view(self.dtype)
+        start = tensor.storage_offset() + self.offset // self.dtype.itemsize
+        return tensor.as_strided(self.shape, self.strides, start)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """torch's product, whose operands and result are parts of bases."""
+
+    left: _Part
+    right: _Part
+    result: _Part
+
+    def at(self, bases: Sequence[int]) -> Call:
+        """The product, wherever bases lie."""
+        return self.run, 0, 0, ()
+
+    def run(self, tensors: Sequence[Tensor]) -> None:
+        """Makes it."""
+        multiply(self.left.of(tensors), self.right.of(tensors), self.result.of(tensors))
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """a @ b, summed in float32 and rounded once to the dtype of `out`."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
 class Replay:
     """The launches of a plan for inputs that are laid out as they were in a recording."""
 
     def __init__(
-        self, launches: Sequence[_Launch], outputs: Sequence[tuple[Any, ...]],
+        self, launches: Sequence[_Launch | _Product], outputs: Sequence[tuple[Any, ...]],
         done: Sequence[int], workspace: int, device: torch.device,
     ) -> None:  # fmt: skip
         self.launches, self.outputs, self.workspace = launches, outputs, workspace
@@ -112,14 +168,16 @@ class Replay:
         self.device, self.index = device, device.index
         self.known: dict[tuple[int, ...], list[Call]] = {}
 
-    def __call__(self, addresses: Sequence[int]) -> list[Tensor]:
-        """The outputs of inputs that lie at these addresses, in order."""
+    def __call__(self, addresses: Sequence[int], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of inputs, which lie at these addresses, in order."""
         if torch._C._cuda_getDevice() == self.index:
-            return self._repeated(addresses)
+            return self._repeated(addresses, inputs)
         with torch.cuda.device(self.index):
-            return self._repeated(addresses)
+            return self._repeated(addresses, inputs)
 
-    def begun(self, addresses: Sequence[int], kept: Iterable[int]) -> tuple[list[Tensor], Rest]:
+    def begun(
+        self, addresses: Sequence[int], inputs: Sequence[Tensor], kept: Iterable[int]
+    ) -> tuple[list[Tensor], Rest]:
         """The outputs, of which those at the positions `kept` are made, and what makes the others.
 
         Until then the inputs must stay where they are; outputs do, whoever drops them.
@@ -127,19 +185,19 @@ class Replay:
         first = max((self.done[p] for p in kept), default=0)
         with torch.cuda.device(self.index):
             made, bases, space = self._places(addresses)
-            self._run(bases, 0, first)
+            tensors = (space, *inputs, *made)
+            self._run(bases, tensors, 0, first)
+        return made, partial(self._rest, bases, tensors, first)
 
-        return made, partial(self._rest, bases, first, (space, *made))
-
-    def _rest(self, bases: tuple[int, ...], first: int, kept: Sequence[Tensor]) -> None:
-        """Makes the other launches, which read and write what is kept."""
+    def _rest(self, bases: tuple[int, ...], tensors: Sequence[Tensor], first: int) -> None:
+        """Makes the other launches, which read and write these tensors."""
         with torch.cuda.device(self.index):
-            self._run(bases, first)
+            self._run(bases, tensors, first)
 
-    def _repeated(self, addresses: Sequence[int]) -> list[Tensor]:
+    def _repeated(self, addresses: Sequence[int], inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs, on the current device."""
-        made, bases, _space = self._places(addresses)
-        self._run(bases)
+        made, bases, space = self._places(addresses)
+        self._run(bases, (space, *inputs, *made))
         return made
 
     def _places(self, addresses: Sequence[int]) -> tuple[list[Tensor], tuple[int, ...], Tensor]:
@@ -148,7 +206,10 @@ class Replay:
         space = _empty((self.workspace,), (1,), torch.uint8)
         return made, (space.data_ptr(), *addresses, *[t.data_ptr() for t in made]), space
 
-    def _run(self, bases: tuple[int, ...], first: int = 0, last: int | None = None) -> None:
+    def _run(
+        self, bases: tuple[int, ...], tensors: Sequence[Tensor],
+        first: int = 0, last: int | None = None,
+    ) -> None:  # fmt: skip
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         calls = self.known.get(bases)
         if calls is None:
@@ -156,7 +217,10 @@ class Replay:
                 self.known.clear()
             calls = self.known[bases] = [launch.at(bases) for launch in self.launches]
         for raw, width, height, given in calls[first:last]:
-            raw(width, height, 1, stream, *given)
+            if width:
+                raw(width, height, 1, stream, *given)
+            else:
+                raw(tensors)
 
 
 def replay(
@@ -182,8 +246,11 @@ def replay(
     places |= {a: (1 + len(inputs) + p, 0) for a, p in own.items()}
     if any(address not in places for each in uses for address in each):
         return None  # a copy of an input that was not laid out as a kernel needs it
-    launches = []
+    launches: list[_Launch | _Product] = []
     for launcher, grid, given in recording.launches:
+        if launcher is None:
+            launches.append(_product(given, places, (*inputs, *outputs)))
+            continue
         direct = launcher.direct(given, device)
         if direct is None:
             return None
@@ -203,6 +270,27 @@ def _span(tensor: Tensor, address: int, uses: Iterable[Sequence[int]]) -> Span:
     using = [number for number, addresses in enumerate(uses) if address in addresses]
     size = -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
     return Span(size, using[0], using[-1]) if using else Span(0, 0, 0)
+
+
+def _product(
+    given: Sequence[Any], places: Mapping[int, tuple[int, int]], whole: Sequence[Tensor]
+) -> _Product:
+    """A product of tensors, which are parts of bases or one of these as a whole."""
+    parts = []
+    for tensor in given:
+        base, offset = places[tensor.data_ptr()]
+        own = whole[base - 1] if base else None
+        parts.append(
+            _Part(
+                base, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype,
+                own is not None and _laid_out(own) == _laid_out(tensor),
+            )
+        )  # fmt: skip
+    return _Product(*parts)
+
+
+def _laid_out(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _launch(
