@@ -8,12 +8,11 @@ import logging
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from planned import call
-from tuning_place import HOPPER, place, plans, settled
+from tuning_place import HOPPER, FakeGPU, place, plans, settled
 from tuning_tasks import Answers, Dying, Hanging
 
 from cadenza.backends.triton import settings
@@ -165,33 +164,9 @@ def test_a_cache_that_cannot_be_written_costs_nothing(monkeypatch, caplog):
 # --- times ----------------------------------------------------------------------------------------
 
 
-class Warming:
-    """A GPU whose calls take longer once it has worked for 100 ms without a rest."""
-
-    def __init__(self):
-        self.now = self.rested = 0.0  # milliseconds
-
-    def call(self, milliseconds):
-        """Works for so long, or more."""
-        self.now += milliseconds * (1.2 if self.now - self.rested > 100.0 else 1.0)
-
-    def rest(self):
-        """Waits for the host."""
-        self.rested = self.now
-
-    def event(self, enable_timing):
-        """A place in the queue, of a time."""
-        made = SimpleNamespace(record=lambda: setattr(made, "at", self.now))
-        made.elapsed_time = lambda other: other.at - made.at
-        return made
-
-
 @pytest.mark.parametrize("milliseconds", [0.02, 0.3, 2.0, 15.0])
 def test_by_itself_a_call_is_timed_once_its_clock_has_settled(monkeypatch, milliseconds):
-    gpu = Warming()
-    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.rest())
-    monkeypatch.setattr(torch.cuda, "synchronize", gpu.rest)
+    gpu = FakeGPU(monkeypatch, warm=1.2)
     runs = {"one": lambda: gpu.call(milliseconds), "two": lambda: gpu.call(2 * milliseconds)}
     found = timing.timed_alone(runs, 0.4)
     expected = {"one": 1200 * milliseconds, "two": 2400 * milliseconds}

@@ -1,12 +1,14 @@
 """A GPU and workers that are pretended for tests of tuning, and plans whose kernels compete."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from planned import large_call
 
 from cadenza.backends.triton.compiled import Report
 from cadenza.backends.triton.target import Target
-from cadenza.backends.triton.tuning import choices, contests
+from cadenza.backends.triton.tuning import choices, contests, timing
 from cadenza.backends.triton.tuning.recipes import KernelCall, ProductCall
 from cadenza.backends.triton.tuning.worker import Compile, Measure
 from cadenza.backends.triton.tuning.workers import Hangs
@@ -50,6 +52,36 @@ def plans(name, dtype="bfloat16"):
     pair = large_call(name, dtype).pair()
     text = PairText(pair)
     return [(plan, text) for plan in (pair.forward_plan, pair.backward_plan) if plan is not None]
+
+
+class FakeGPU:
+    """A GPU in place of torch's, and its time in place of the host's.
+
+    Its calls take `warm` times as long once it has worked for 100 ms without a rest.
+    """
+
+    def __init__(self, monkeypatch, warm=1.0):
+        self.now = self.rested = 0.0  # milliseconds
+        self.warm = warm
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.rest())
+        monkeypatch.setattr(torch.cuda, "synchronize", self.rest)
+        clock = SimpleNamespace(perf_counter=lambda: self.now / 1e3)
+        monkeypatch.setattr(timing, "time", clock)
+
+    def call(self, milliseconds):
+        """Works for so long, or more."""
+        self.now += milliseconds * (self.warm if self.now - self.rested > 100.0 else 1.0)
+
+    def rest(self):
+        """Waits for the host."""
+        self.rested = self.now
+
+    def event(self, enable_timing):
+        """A place in the queue, of a time."""
+        made = SimpleNamespace(record=lambda: setattr(made, "at", self.now))
+        made.elapsed_time = lambda other: other.at - made.at
+        return made
 
 
 class Pretended:

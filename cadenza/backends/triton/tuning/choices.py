@@ -20,7 +20,7 @@ from typing import Any
 from cadenza.backends.triton.configuration import Configuration
 from cadenza.backends.triton.program import Choice, Choose, Program
 from cadenza.backends.triton.target import Target
-from cadenza.backends.triton.tuning import records
+from cadenza.backends.triton.tuning import records, timing
 from cadenza.backends.triton.tuning.contests import (
     Contest,
     Setting,
@@ -40,10 +40,11 @@ MODES = ("off", "first", "full")
 MOST = 16  # kernels that are compiled at a time
 SPILL = 128  # bytes a thread; candidates that spill more are out
 OF_KERNEL = {"first": 0.2, "full": 2.0}  # seconds of measuring, in turns
-BY_ITSELF = {"first": 0.2, "full": 0.5}  # seconds of each of the fastest: clocks settle in 0.15
+BY_ITSELF = {"first": 0.19, "full": 0.5}  # seconds of each of the fastest: clocks settle in 0.15
+IN_ALL = {"first": 1.0, "full": 10.0}  # seconds of measuring a kernel
 NEAR = 1.15  # times the fastest one's time in turns: what takes more has lost
 ENERGY = 1.08  # times the fastest one's time in turns, that less energy can make up for
-FINALISTS = 4  # that go on: with `first` a second a kernel in all
+FINALISTS = 4  # that go on, where there is time for so many
 COMPILING = {"first": 45.0, "full": 300.0}  # seconds of compilation for a plan
 LAUNCHING = 30.0  # seconds beyond measuring after which a kernel counts as hanging
 Times = list[float | str]  # µs of each candidate, or why there are none
@@ -160,7 +161,9 @@ def measured(
     for contest in contests:
         faults = [_fault(reports, call, setting.target) for call in contest.calls]
         times = _times(contest, faults, setting, OF_KERNEL[how])
-        finalists = _finalists(contest.choices, times)
+        known = [time for time in times if not isinstance(time, str)]
+        left = IN_ALL[how] - timing.spent(known, OF_KERNEL[how])
+        finalists = _finalists(contest.choices, times, int(left / BY_ITSELF[how]))
         alone: Times = [text if isinstance(text, str) else "lost in turns" for text in times]
         if len(finalists) > 1:
             calls = [contest.calls[n] for n in finalists]
@@ -172,8 +175,8 @@ def measured(
         yield contest, times, alone
 
 
-def _finalists(choices: Sequence[Choice], times: Times) -> list[int]:
-    """Of those that are near, the fastest of each template and tile.
+def _finalists(choices: Sequence[Choice], times: Times, most: int = FINALISTS) -> list[int]:
+    """Of those that are near, the fastest of each template and tile: `most`, one at least.
 
     Before others of one template comes another that is no further behind than energy may make up.
     """
@@ -186,7 +189,8 @@ def _finalists(choices: Sequence[Choice], times: Times) -> list[int]:
         if timed[number] <= ENERGY * least:
             first.setdefault(template, number)
         second.setdefault((template, tile), number)
-    return sorted(list(dict.fromkeys([*first.values(), *second.values()]))[:FINALISTS])
+    count = max(1, min(FINALISTS, most))
+    return sorted(list(dict.fromkeys([*first.values(), *second.values()]))[:count])
 
 
 def _kind(choice: Choice) -> tuple[Any, Any]:
