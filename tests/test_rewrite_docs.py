@@ -205,7 +205,7 @@ def test_a_picture_holds_its_figures_as_text(tmp_path):
 
 PATTERNS = {
     "residual + RMSNorm": "residual_rms", "SwiGLU, product saved": "swiglu", "RoPE + scale": "rope",
-    "RMSNorm backward + residual + dγ": "rms_backward", "dW with a row factor": "dw",
+    "RMSNorm backward + residual + dγ": "rms_backward", "dW with a column factor": "dw",
     "SwiGLU backward, activation again": "swiglu_backward", "dX": "dx",
     "cross-entropy": "cross_entropy", "forward": "forward", "forward-backward": "forward-backward",
 }  # fmt: skip
