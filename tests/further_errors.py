@@ -62,6 +62,22 @@ def hook_inside_of_a_layer():
     layer(X)
 
 
+def feed_forward_that_adds():
+    layer = cz.nn.DecoderLayer(8, 2, 1, 12)
+    layer.mlp = cz.nn.FeedForward(8, 12, skip=True)
+    layer(tensor(1, 5, 8))
+
+
+def norm_of_another_eps():
+    layer = cz.nn.DecoderLayer(8, 2, 1, 12, architecture="qwen3")
+    layer.self_attn.q_norm = cz.nn.RMSNorm(4, eps=0.5)
+    layer(tensor(1, 5, 8))
+
+
+def output_norm_of_another_eps():
+    cz.nn.Linear(8, 9, norm=cz.nn.RMSNorm(8), output_norm=cz.nn.RMSNorm(9, eps=0.5))
+
+
 FURTHER = [
     (lambda: cz.block(3),),
     (lambda: cz.epilogue(lambda: 1.0),),
@@ -75,6 +91,10 @@ FURTHER = [
     (lambda: cz.ops.qkv_projection(X, W, head_dim=4, heads=1, interleaved=True),),
     (lambda: cz.nn.LinearCrossEntropy(8, 9, weight=1.0),),
     (hook_inside_of_a_layer,),
+    (feed_forward_that_adds,),
+    (norm_of_another_eps,),
+    (output_norm_of_another_eps,),
+    (lambda: cz.nn.Linear(8, 9, softcap="much"),),
     (lambda: accumulate_weight_gradient(W, X.to("meta"), tensor(5, 12)),),
     (value_of_another_call,),
     (second_derivative,),

@@ -1,5 +1,7 @@
 """The published sizes of Llama 3 and Qwen 3: their parameters, counted without memory for them."""
 
+import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,6 +11,7 @@ import cadenza as cz
 
 PUBLISHED = {  # parameters, as the models' pages have them
     "llama3 1B": 1.24e9, "llama3 3B": 3.21e9, "llama3 8B": 8.03e9, "llama3 70B": 70.6e9,
+    "llama3 405B": 405.85e9,
     "qwen3 0.6B": 0.596e9, "qwen3 1.7B": 1.72e9, "qwen3 4B": 4.02e9, "qwen3 8B": 8.19e9,
     "qwen3 14B": 14.77e9, "qwen3 32B": 32.76e9,
 }  # fmt: skip
@@ -44,8 +47,8 @@ def test_every_size_is_counted():
     ("name", "tied"),
     [
         ("llama3 1B", True), ("llama3 3B", True), ("llama3 8B", False), ("llama3 70B", False),
-        ("qwen3 0.6B", True), ("qwen3 1.7B", True), ("qwen3 4B", True), ("qwen3 8B", False),
-        ("qwen3 14B", False), ("qwen3 32B", False),
+        ("llama3 405B", False), ("qwen3 0.6B", True), ("qwen3 1.7B", True), ("qwen3 4B", True),
+        ("qwen3 8B", False), ("qwen3 14B", False), ("qwen3 32B", False),
     ],
 )  # fmt: skip
 @pytest.mark.slow
@@ -54,8 +57,27 @@ def test_the_small_ones_share_embedding_and_output_layer(name, tied):
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
+def test_the_largest_llama_has_the_shapes_of_its_checkpoint():
+    config = cz.models.LLAMA3["405B"]
+    with torch.device("meta"):
+        model = cz.models.Decoder(replace(config, layers=1))
+    shapes = {n: tuple(w.shape) for n, w in model.named_parameters()}
+    layer = {n: shape for n, shape in shapes.items() if "layers.0" in n}
+    assert {n.rsplit(".", 2)[1]: shape for n, shape in layer.items()} == {
+        "q_proj": (16384, 16384), "k_proj": (1024, 16384), "v_proj": (1024, 16384),
+        "o_proj": (16384, 16384), "gate_proj": (53248, 16384), "up_proj": (53248, 16384),
+        "down_proj": (16384, 53248), "input_layernorm": (16384,),
+        "post_attention_layernorm": (16384,),
+    }  # fmt: skip
+    one, rest = (sum(map(math.prod, found.values())) for found in (layer, shapes))
+    assert rest + (config.layers - 1) * one == 405_853_388_800
+    assert (config.vocabulary, config.context, config.eps) == (128256, 131072, 1e-5)
+
+
 def test_rotary_frequencies_are_those_of_each_release():
-    for size, factor in (("1B", 32.0), ("3B", 32.0), ("8B", 8.0), ("70B", 8.0)):
+    factors = {"1B": 32.0, "3B": 32.0, "8B": 8.0, "70B": 8.0, "405B": 8.0}
+    assert factors.keys() == cz.models.LLAMA3.keys()
+    for size, factor in factors.items():
         rotary = cz.models.LLAMA3[size].rotary
         assert (rotary.base, rotary.scaling, rotary.factor) == (500000.0, "llama3", factor)
         assert rotary.original_context == 8192

@@ -36,8 +36,9 @@ def accumulate_weight_gradient(gradient: Tensor, x: Tensor, dy: Tensor) -> Tenso
     - A gradient of x's dtype: one product of the library that adds to it, and no other memory. Each
       call rounds the sum once, so a bfloat16 gradient loses what is below 2⁻⁹ of it.
     - A gradient of another dtype: a product whose epilogue adds to it, tile by tile, and rounds
-      once. A float32 gradient keeps all that bfloat16 products give. The reference back end takes
-      `[N, K]` of other memory.
+      once. A float32 gradient keeps all that bfloat16 products give. Where the product is one of
+      the library (float32 operands without tf32, or where that was measured to be faster), and on
+      the reference back end, it takes `[N, K]` of other memory, in float32.
 
     Nothing is recorded for autograd, and autograd must not hold `gradient`: it mutates. Raises
     ProgramError for shapes and dtypes that don't fit, and for a gradient that requires a gradient.

@@ -109,7 +109,10 @@ def lm_head(x, norm, w, target, *, eps=1e-5, ignore_index=-100):
 
 @block(shapes={"x": "M D"})
 def square_sum(x):
-    """The sum of squares of each row, [M, 1]: what a layer hands to the next beside x."""
+    """Σ x² of each row, x `[..., D]` to `[..., 1]`: what a layer hands to the next beside x.
+
+    It is float32, float64 for float64. Raises ProgramError for what is no tensor.
+    """
     return L.row_sum(x**2)
 
 

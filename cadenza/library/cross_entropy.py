@@ -80,8 +80,8 @@ def linear_cross_entropy(
     `label_smoothing` and λ `z_loss`. A row whose target is `ignore_index` costs 0.
 
     x [..., D] and w [V, D] share a dtype; target [...] holds int64 classes; bias is [V]. Returns
-    float32 (float64 for float64): for "none" the loss of each row [...], for "sum" their sum, for
-    "mean" the sum divided by Σ t · c_y over the rows that count (NaN if that is 0), or by
+    float32 (float64 for float64): by `reduction` "none" the loss of each row [...], by "sum" their
+    sum, by "mean" the sum divided by Σ t · c_y over the rows that count (NaN if that is 0), or by
     `num_items_in_batch`, a number or a tensor without dimensions (0 if that is 0). Gradients reach
     x, w, bias and token_weights.
 

@@ -25,7 +25,7 @@ SCALINGS = ("default", "linear", "llama3")
 @checked
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary frequencies of a model; raises ValueError, naming the cure, where they are none.
+    """Rotary frequencies of a model, float64 `[columns / 2]`.
 
     `columns` of each head rotate. Pair i turns by position · fᵢ, fᵢ = base^(−2i / columns), then
 
@@ -33,6 +33,9 @@ class Rotary:
     - scaling "llama3": fᵢ where it turns more than `high_frequency_factor` times in
       `original_context` positions, fᵢ / factor where it turns less than `low_frequency_factor`
       times, and between them the two in proportion (Llama 3.1).
+
+    Raises ProgramError for arguments of a wrong kind, and ValueError, naming the cure, where they
+    are no frequencies.
     """
 
     columns: int

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 BYTES = 256
 SMALL = "small"
 WHOLE = (
-    "llama3-1b", "llama3-3b", "llama3-8b", "llama3-70b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b",
-    "qwen3-8b", "qwen3-14b", "qwen3-32b",
+    "llama3-1b", "llama3-3b", "llama3-8b", "llama3-70b", "llama3-405b",
+    "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b",
 )  # fmt: skip
 WHOLE_DEFAULTS = {"context": 4096, "batch": 4, "device": "cuda", "precision": "mixed"}
 OWN_SIZES = ("width", "layers", "heads", "key_value_heads", "feed_forward")  # of the small model

@@ -44,6 +44,7 @@ LLAMA3 = {
     "3B": _llama3(3072, 8192, 28, 24, 128, 32.0),  # 3.2
     "8B": _llama3(4096, 14336, 32, 32, 128, 8.0),  # 3.1
     "70B": _llama3(8192, 28672, 80, 64, 128, 8.0),  # 3.1
+    "405B": _llama3(16384, 53248, 126, 128, 128, 8.0),  # 3.1
 }
 QWEN3 = {
     "0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
@@ -58,7 +59,7 @@ QWEN3 = {
 def llama3(
     size: str, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Decoder:
-    """A dense Llama 3 with new weights: "1B" and "3B" of Llama 3.2, "8B" and "70B" of Llama 3.1.
+    """A dense Llama 3 with new weights: "1B", "3B" of Llama 3.2, "8B", "70B", "405B" of Llama 3.1.
 
     On `device` and in `dtype`, by default torch's own. `device="meta"` takes no memory: to count
     parameters, or to be filled. Raises ValueError, naming the sizes, for another one.

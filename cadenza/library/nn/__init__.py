@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from cadenza.library.nn.architecture import Architecture
-from cadenza.library.nn.decoder import Attention, DecoderLayer, FeedForward
+from cadenza.library.nn.decoder import Attention, DecoderLayer
+from cadenza.library.nn.feed_forward import FeedForward
 from cadenza.library.nn.linear import Linear
 from cadenza.library.nn.losses import LinearCrossEntropy
-from cadenza.library.nn.norms import RMSNorm
+from cadenza.library.nn.norms import LayerNorm, RMSNorm
 
 __all__ = [
-    "Architecture", "Attention", "DecoderLayer", "FeedForward", "Linear", "LinearCrossEntropy",
-    "RMSNorm",
+    "Architecture", "Attention", "DecoderLayer", "FeedForward", "LayerNorm", "Linear",
+    "LinearCrossEntropy", "RMSNorm",
 ]  # fmt: skip

@@ -23,21 +23,32 @@ PLACEMENTS = {
 @checked
 @dataclass(frozen=True)
 class Architecture:
-    """The make of a decoder layer; the defaults are Llama's. Raises ValueError for unknown words.
+    """The make of a decoder layer; the defaults are Llama's. It has no tensors, and no dtype.
 
-    - norm: "rms" or "layer"; norm_bias: whether LayerNorm has one; norm_offset: what is added to
-      RMSNorm's weights, 1 in Gemma.
+        before:    x1 = x + s · attention(norm(x)), y = x1 + s · feed_forward(norm(x1))
+        after:     x1 = x + s · norm(attention(x)), y = x1 + s · norm(feed_forward(x1))
+        both:      x1 = x + s · norm(attention(norm(x))), and y likewise
+        parallel:  y = x + s · attention(norm(x)) + s · feed_forward(norm(x))
+
+    with s = branch_scale, and each norm a parameter `[width]` of its own but in "parallel".
+
+    - norm: "rms" or "layer"; norm_bias: whether LayerNorm has a bias `[width]`; norm_offset: what
+      is added to RMSNorm's weights, 1 in Gemma.
     - placement: norms "before" each branch, "after" it (OLMo 2), "both" (Gemma 2), or "parallel":
       one norm before attention and feed-forward side by side (GPT-J, Cohere).
     - activation: a name that `cz.ops.linear` knows.
-    - qkv_bias, output_bias, feed_forward_bias: which projections have biases.
-    - qk_norm: RMSNorm of each query and key "head" (Qwen3), over the whole "row" (OLMo 2), None.
+    - qkv_bias, output_bias, feed_forward_bias: which projections `[N, K]` have biases `[N]`.
+    - qk_norm: RMSNorm of each query and key "head" (Qwen3), `[head_dim]`, over the whole "row"
+      (OLMo 2), `[heads · head_dim]`, None.
     - interleaved: whether rotary pairs are neighbours, (2i, 2i + 1).
     - attention_scale: what scores are multiplied by, 1 / √head_dim by default; branch_scale: what
       each branch is multiplied by before it is added.
     - attention_window: tokens that each one sees, with itself (Mistral, every other layer of Gemma
       2, most of Gemma 3), None for all before it; attention_softcap: c of c · tanh(scores / c)
       (Gemma 2). They are numbers of a model, so no name has them.
+
+    Raises ProgramError for values of a wrong kind, and ValueError for unknown words and for those
+    that don't go together.
     """
 
     norm: str = "rms"

@@ -16,65 +16,37 @@ from cadenza.library import programs
 from cadenza.library.arguments import Size, checked
 from cadenza.library.attention import causal_attention
 from cadenza.library.nn.architecture import PLACEMENTS, Architecture
+from cadenza.library.nn.feed_forward import FeedForward
 from cadenza.library.nn.joint import Joint
 from cadenza.library.nn.linear import drawn_seed
 from cadenza.library.nn.norms import RMSNorm, norm_module, norm_options, norm_weight
 from cadenza.library.nn.readable import readable
-from cadenza.library.programs.parts import is_gated
 from cadenza.library.weights import joined_present
-
-
-@checked
-class FeedForward(Joint):
-    """down(activation([gate(x); up(x)])) `[..., width]` to the same, SwiGLU by default.
-
-    Without a gated activation there is no gate_proj: down(activation(up(x))).
-    """
-
-    joint = ("gate_proj", "up_proj")
-
-    def __init__(
-        self,
-        width: Size,
-        feed_forward: Size,
-        *,
-        activation: str = "swiglu",
-        bias: bool | None = False,
-    ) -> None:
-        super().__init__()
-        self.activation = activation
-        if is_gated(activation):
-            self.gate_proj = nn.Linear(width, feed_forward, bias=bias)
-        self.up_proj = nn.Linear(width, feed_forward, bias=bias)
-        self.down_proj = nn.Linear(feed_forward, width, bias=bias)
-        self.put_together()
-
-    def operands(self) -> dict[str, Any]:
-        """What a feed-forward block takes of this module; gate and up as one, if there is a gate.
-
-        Raises ProgramError for a projection that does more than its weight says.
-        """
-        names = ("gate_proj", "up_proj") if is_gated(self.activation) else ("up_proj",)
-        ups = [readable(getattr(self, name), nn.Linear) for name in names]
-        down = readable(self.down_proj, nn.Linear)
-        return {
-            "w_up": joined_present(up.weight for up in ups),
-            "w_down": down.weight,
-            "b_up": joined_present(up.bias for up in ups),
-            "b_down": down.bias,
-            "activation": self.activation,
-        }
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x `[..., width]` to `[..., width]`, in x's dtype."""
-        return programs.feed_forward(x, **self.operands())
 
 
 @checked
 class Attention(Joint):
     """The projections of causal grouped-query attention, and attention between them.
 
-    `head_dim` is width / heads by default. Raises ValueError for heads that don't fit.
+        [q; k; v] = h · [q_proj; k_proj; v_proj]ᵀ, h = norm(x)
+        qkv = [rope(q_norm(q)); rope(k_norm(k)); v]                  `project`, before attention
+        y = softmax(capped(scale · q · kᵀ) + mask) · v, of each head                    `forward`
+
+    `o_proj` is the layer's: its program takes y · o_projᵀ with all that follows. Projections are
+    `cz.ops.qkv_projection`'s, attention is `cz.ops.causal_attention`'s. x is `[B, S, width]`, qkv
+    `[B, S, (heads + 2 · key_value_heads) · head_dim]`, y `[B, S, heads · head_dim]`. x and the
+    weights share a dtype, float64, float32, bfloat16 or float16, which qkv and y take.
+
+    - Parameters: `q_proj.weight` `[heads · head_dim, width]`, `k_proj.weight` and `v_proj.weight`
+      `[key_value_heads · head_dim, width]`, `o_proj.weight` `[width, heads · head_dim]`, and their
+      `.bias`, `q_norm.weight` and `k_norm.weight`, where the architecture has them.
+    - architecture: a name or an `Architecture`; of it count biases, norms of q and k, pairs,
+      window, softcap and scale. eps is that of the norms of q and k.
+    - head_dim is width / heads by default; dropout that of the softmax, in training only.
+
+    Raises ProgramError for arguments of a wrong kind, ValueError for heads that don't fit and for
+    an architecture of no name. When it is called, ProgramError for shapes, dtypes and numbers that
+    don't fit, and for a projection that does more than its weight says: an adapter, a hook.
     """
 
     joint = ("q_proj", "k_proj", "v_proj")
@@ -88,9 +60,10 @@ class Attention(Joint):
         head_dim: Size | None = None,
         architecture: str | Architecture = "llama",
         eps: float = 1e-6,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.heads, self.key_value_heads = heads, key_value_heads
+        self.heads, self.key_value_heads, self.dropout = heads, key_value_heads, dropout
         self.head_dim = _head_dim(width, heads, key_value_heads, head_dim)
         self.architecture, self.eps = Architecture.named(architecture), eps
         wide, narrow = heads * self.head_dim, key_value_heads * self.head_dim
@@ -121,17 +94,24 @@ class Attention(Joint):
         rows, for an RMSNorm. Raises ProgramError for a projection that does more than its weight
         says.
         """
-        names = ("q_norm", "k_norm") if self.architecture.qk_norm else ()
         parts = [readable(p, nn.Linear) for p in (self.q_proj, self.k_proj, self.v_proj)]
         return programs.qkv_projection(
             x, joined_present(p.weight for p in parts), joined_present(p.bias for p in parts),
             cos=cos, sin=sin, squares=squares, head_dim=self.head_dim, heads=self.heads,
             key_value_heads=self.key_value_heads,
             interleaved=self.architecture.interleaved and cos is not None,
-            **{name: norm_weight(getattr(self, name)) for name in names},
-            **{"eps": self.eps, "norm_offset": self.architecture.norm_offset if names else 0.0}
-            | norm_options(norm),
+            **self._norms(norm),
         )  # fmt: skip
+
+    def _norms(self, norm: nn.Module | None) -> dict[str, Any]:
+        """What the program takes of norm and of those of queries and keys."""
+        found = norm_options(norm)
+        if self.architecture.qk_norm is None:
+            return found
+        numbers = {"eps": self.eps, "norm_offset": self.architecture.norm_offset} | found
+        eps, offset = numbers["eps"], numbers["norm_offset"]
+        own = {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        return numbers | {name: norm_weight(module, eps, offset) for name, module in own.items()}
 
     def forward(self, qkv: Tensor, cumulative_lengths: Tensor | None = None) -> Tensor:
         """Causal attention of rotated heads qkv `[B, S, N]`: `[B, S, heads * head_dim]`.
@@ -147,6 +127,7 @@ class Attention(Joint):
             window=self.architecture.attention_window,
             softcap=self.architecture.attention_softcap,
             scale=self.architecture.attention_scale,
+            dropout=self.dropout if self.training else 0.0,
         )
 
 
@@ -168,9 +149,27 @@ def _head_dim(width: int, heads: int, key_value_heads: int, head_dim: int | None
 class DecoderLayer(nn.Module):
     """One decoder layer, from one residual stream to the next; Llama's by default.
 
-    `architecture` is a name ("qwen3", "gemma2", "olmo2", "gpt2", …) or an `Architecture`; it says
-    which of Hugging Face's norms and biases there are. `dropout` is that of both branches, in
-    training. Raises ValueError for sizes that don't fit.
+        x1 = x + dropout(self_attn(input_layernorm(x)))
+        y = x1 + dropout(mlp(post_attention_layernorm(x1)))
+
+    with self_attn(h) = attention(h) · o_projᵀ. Norms elsewhere, branches side by side and a factor
+    of the branches are the architecture's, as in `cz.ops.decoder_block`. x and y are
+    `[B, S, width]`; x and the weights share a dtype, float64, float32, bfloat16 or float16, which y
+    takes; arithmetic between the stored values is float32 (float64 for float64).
+
+    - Parameters have the names and shapes of Hugging Face's models: `self_attn.` those of
+      `Attention`, `mlp.` those of `FeedForward`, and of each norm `weight` `[width]` and, if it has
+      one, `bias`: `input_layernorm`, `post_attention_layernorm`, `pre_feedforward_layernorm`,
+      `post_feedforward_layernorm`.
+    - heads, key_value_heads, head_dim: as in `Attention`; feed_forward: columns between up and
+      down; eps: of all norms.
+    - architecture: a name ("qwen3", "gemma2", "olmo2", "gpt2", …) or an `Architecture`; it says
+      which norms and biases there are.
+    - dropout: that of both branches, in training only. That of the softmax is self_attn.dropout.
+
+    Raises ProgramError for arguments of a wrong kind, ValueError for sizes that don't fit and for
+    an architecture of no name. When it is called, ProgramError for shapes and dtypes that don't
+    fit, and for a module within that does more than its parameters say: an adapter, a hook.
     """
 
     def __init__(
@@ -223,7 +222,7 @@ class DecoderLayer(nn.Module):
             seed=drawn_seed(x) if p else None, feed_forward_seed=drawn_seed(x) if p else None,
             dropout=p, scale=self.architecture.branch_scale,
             squares=squares if placement == "parallel" else None,
-            **self.mlp.operands(), **self._norms(),
+            **self.mlp.branch(), **self._norms(),
         )  # fmt: skip
 
     def _norms(self) -> dict[str, Any]:
@@ -233,10 +232,11 @@ class DecoderLayer(nn.Module):
             return norm_options(self.post_attention_layernorm)
         if placement == "parallel":
             return norm_options(self.input_layernorm) | {"parallel": True}
-        branches = {
-            "attention_norm": norm_weight(self.post_attention_layernorm),
-            "feed_forward_norm": norm_weight(self.post_feedforward_layernorm),
-        }
+        numbers = {"eps": self.eps, "norm_offset": self.architecture.norm_offset}
         if placement == "both":
-            return branches | norm_options(self.pre_feedforward_layernorm)
-        return branches | {"norm_offset": self.architecture.norm_offset, "eps": self.eps}
+            numbers |= norm_options(self.pre_feedforward_layernorm)
+        eps, offset = numbers["eps"], numbers["norm_offset"]
+        return numbers | {
+            "attention_norm": norm_weight(self.post_attention_layernorm, eps, offset),
+            "feed_forward_norm": norm_weight(self.post_feedforward_layernorm, eps, offset),
+        }

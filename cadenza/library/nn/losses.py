@@ -20,11 +20,22 @@ OPTIONS = (
 class LinearCrossEntropy(nn.Module):
     """The cross-entropy of linear logits, never all of them at once; a head and its loss.
 
-    `weight` [vocabulary, width] and `bias` [vocabulary] are nn.Linear's, so a head's state_dict
-    loads, and `loss.weight = embedding.weight` ties them. `class_weight` [vocabulary] is
-    F.cross_entropy's `weight`: a buffer that is not saved. `options` are linear_cross_entropy's:
-    ignore_index, reduction, label_smoothing, z_loss, softcap, chunk, lean. Raises ProgramError for
-    another one.
+        z = x · weightᵀ + bias, or softcap · tanh(that / softcap); lse = log Σₖ exp zₖ
+        loss = mean over the tokens that count of lse − z_target
+
+    as `cz.ops.linear_cross_entropy`, whose formula has all options: ignore_index, reduction,
+    label_smoothing, z_loss, softcap, chunk, lean. x is `[..., width]` and shares the weight's
+    dtype, float64, float32, bfloat16 or float16; target is `[...]`, int64. The loss is float32
+    (float64 for float64): a scalar, or `[...]` for the reduction "none".
+
+    - Parameters: `weight` `[vocabulary, width]` and `bias` `[vocabulary]` as of torch.nn.Linear, so
+      a head's state_dict loads, and `loss.weight = embedding.weight` ties them; made on `device` in
+      `dtype`, by default torch's own.
+    - class_weight: F.cross_entropy's `weight`, `[vocabulary]`; a buffer that is not saved.
+
+    Raises ProgramError for arguments of a wrong kind and for another option; when it is called, for
+    shapes, dtypes and options that don't fit. A target outside of the vocabulary raises IndexError
+    on a CPU; on a GPU its loss is NaN.
     """
 
     def __init__(

@@ -26,7 +26,9 @@ def feed_forward(x, w_up, w_down, b_up=None, b_down=None, *, norm_weight=None, n
         y = dropout(output_norm(u · w_downᵀ + b_down)), and x + y if `skip`
 
     w_down is `[D, F]`, w_up `[F, D]`, or `[2F, D]` for a gated activation: the gate's rows, then
-    up's; biases are `[F]` or `[2F]`, and `[D]`. Norms, activations and dropout as in `linear`.
+    up's; biases are `[F]` or `[2F]`, and `[D]`. norm with norm_weight, norm_bias, norm_offset and
+    eps, output_norm, activations, and dropout with seed are those of `linear`. Arithmetic is
+    float32 (float64 for float64).
 
     Between the products nothing but their operands is stored: of a gated activation backward keeps
     the raw product alone. Raises ProgramError for shapes, dtypes and options that don't fit.
@@ -56,17 +58,18 @@ def decoder_block(x, y, w_output, w_up, w_down, *, b_output=None, b_up=None, b_d
         parallel:    x2 = x + scale · dropout(a) + scale · dropout(f(x))
 
     x is the residual stream `[..., D]`, y the attention's output `[..., A]`, w_output `[D, A]`; the
-    feed-forward's weights as in `feed_forward`. Which norms are given makes the layer:
+    feed-forward's w_up, w_down and biases as in `feed_forward`. Which norms are given makes the
+    layer:
 
-    - before the branch (Llama, GPT-2): norm="rms" or "layer", norm_weight, norm_bias;
+    - before the branch (Llama, GPT-2): norm="rms" or "layer", norm_weight, norm_bias; eps of all;
     - after it (OLMo 2): attention_norm and feed_forward_norm, `[D]`;
     - both (Gemma 2): all of them, with norm_offset=1;
     - `parallel` (GPT-J, Cohere): norm of the layer's input, which its QKV projection uses, too.
 
     Returns (x2, Σ x2² of each row `[..., 1]`, in float32): what the next layer's `qkv_projection`
     and the last `norm` take as squares. `squares` are those of x, for a parallel layer. The two
-    branches drop by seeds of their own. Raises ProgramError for shapes, dtypes and options that
-    don't fit.
+    branches drop by seeds of their own, seed and feed_forward_seed. Raises ProgramError for shapes,
+    dtypes and options that don't fit.
     """
     check_flag(parallel, "parallel")
     _check_squares(squares, parallel)

@@ -29,6 +29,8 @@ NORM = {"norm_weight": "1 D", "norm_bias": "1 D"}
 def norm(x, weight=None, bias=None, *, squares=None, kind="rms", offset=0.0, eps=1e-5):
     """RMSNorm or LayerNorm of each row: x `[..., D]` to the same shape and dtype.
 
+    Arithmetic is float32 (float64 for float64), with one rounding at the end.
+
     kind "rms": x · r · (weight + offset), r = 1 / √(mean(x²) + eps); offset 1 as in Gemma, whose
     weights are stored minus one. `squares` `[..., 1]`, the rows' sums of squares as `decoder_block`
     returns them, are taken instead of Σ x². kind "layer": (x − mean(x)) / √(variance(x) + eps) ·
@@ -97,7 +99,8 @@ def qkv_projection(x, w, bias=None, *, norm_weight=None, norm_bias=None, squares
       each query and key head rotate, in pairs (i, i + R) as in Hugging Face's models, or
       (2i, 2i + 1) if `interleaved`, as in torchtitan. Tables may be float32 whatever x is.
 
-    y takes the dtype of x and w. Raises ProgramError for shapes, dtypes and options that don't fit.
+    x and w share a dtype, which y takes; arithmetic is float32 (float64 for float64). Raises
+    ProgramError for shapes, dtypes and options that don't fit.
     """
     key_value_heads = heads if key_value_heads is None else key_value_heads
     check_flag(interleaved, "interleaved")
