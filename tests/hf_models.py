@@ -30,14 +30,22 @@ FAMILIES = {
     "qwen2": ("Qwen2Config", SIZES),
     "qwen3": ("Qwen3Config", {**SIZES, **WIDE}),
     "gemma2": ("Gemma2Config", {**SIZES, **WIDE, "sliding_window": 24}),
-    "gemma3": ("Gemma3TextConfig", {**SIZES, **WIDE, "sliding_window": 24}),
+    # Every second layer looks at all tokens, and has the rotary table of those.
+    "gemma3": (
+        "Gemma3TextConfig", {**SIZES, **WIDE, "sliding_window": 24, "sliding_window_pattern": 2}
+    ),
     "phi3": ("Phi3Config", SIZES),
     "olmo2": ("Olmo2Config", SIZES),
     "gpt2": ("GPT2Config", GPT2),
-}
+}  # fmt: skip
 # What makes a model as wide as a GPU's kernels take whole tiles of.
 WIDER = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 640}
 each_family = pytest.mark.parametrize("family", FAMILIES)
+# The same, of which only Llama is tried in the quick tier.
+llama_and_slow_others = pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in FAMILIES],
+)
 
 
 def small(family="llama", dtype=torch.float32, **changes):

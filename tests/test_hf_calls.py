@@ -11,6 +11,7 @@ from hf_models import (
     batch,
     each_family,
     layers_of,
+    llama_and_slow_others,
     outcome,
     pair,
     runs_programs,
@@ -89,16 +90,18 @@ def test_a_prompt_with_a_cache_and_tokens_after_it():
         torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
 
 
-class Watched(DynamicCache):
-    """A cache that notes whether what it is given has gaps in memory."""
+def watched(cache):
+    """Notes, in the order of layers, whether what a cache is given has gaps in memory."""
+    if not hasattr(cache, "update"):
+        pytest.skip("this release hands the model's cache on as tuples")
+    seen, update = [], cache.update
 
-    def __init__(self):
-        super().__init__()
-        self.seen = []
+    def noted(keys, values, *args, **options):
+        seen.append((keys.is_contiguous(), values.is_contiguous()))
+        return update(keys, values, *args, **options)
 
-    def update(self, keys, values, *args, **options):
-        self.seen.append((keys.is_contiguous(), values.is_contiguous()))
-        return super().update(keys, values, *args, **options)
+    cache.update = noted
+    return seen
 
 
 @each_family
@@ -109,12 +112,13 @@ def test_a_cache_is_given_tokens_as_the_twins_is(family):
     found = {}
     with torch.no_grad():
         for one in (model, twin):
-            cache = Watched()
-            one.eval()(tokens[:, :4], past_key_values=cache, use_cache=True)
-            cache.seen.clear()
+            # GPT-2 can't be given an empty one in every release, Gemma makes a fixed one in some.
+            given = {} if family == "gpt2" else {"past_key_values": DynamicCache()}
+            cache = one.eval()(tokens[:, :4], use_cache=True, **given).past_key_values
+            seen = watched(cache)
             assert runs_programs(one, input_ids=tokens[:, :1]) == (one is model)
             logits = one(tokens[:, 4:], past_key_values=cache, use_cache=True).logits
-            found[one] = cache.seen, logits
+            found[one] = seen, logits
     (seen, logits), (expected, reference) = found[model], found[twin]
     assert len(seen) == len(expected) > 0
     assert all(a >= b for ours, stock in zip(seen, expected, strict=True)
@@ -122,8 +126,9 @@ def test_a_cache_is_given_tokens_as_the_twins_is(family):
     torch.testing.assert_close(logits, reference, rtol=1e-4, atol=1e-5)
 
 
-def test_position_ids_and_packed_sequences():
-    model, twin = accelerated_pair()
+@llama_and_slow_others
+def test_position_ids_and_packed_sequences(family):
+    model, twin = accelerated_pair(family)
     positions = torch.cat((torch.arange(25), torch.arange(15)))[None].expand(2, -1)
     given = {**batch(), "position_ids": positions}
     assert_near(outcome(model, **given), outcome(twin, **given))
@@ -208,8 +213,9 @@ def test_autocast(family):
 
 
 @pytest.mark.slow
-def test_scaled_gradients_in_fp16():
-    model, twin = accelerated_pair()
+@each_family
+def test_scaled_gradients_in_fp16(family):
+    model, twin = accelerated_pair(family)
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
     found = []
     for one, scaler in zip((model, twin), scalers, strict=True):

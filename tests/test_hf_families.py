@@ -9,9 +9,11 @@ from hf_models import (
     assert_near,
     batch,
     each_family,
+    layers_of,
     outcome,
     pair,
     runs_programs,
+    small,
 )
 
 import cadenza as cz
@@ -37,6 +39,12 @@ def test_all_of_it_is_replaced(family):
     ]  # fmt: skip
     assert report.left == ()
     assert runs_programs(model, **batch())
+
+
+def test_layers_of_both_kinds_of_attention_are_tried():
+    """Gemma 3's have a rotary table each."""
+    layers = layers_of(small("gemma3"))
+    assert [layer.self_attn.is_sliding for layer in layers] == [True, False]
 
 
 @pytest.mark.slow

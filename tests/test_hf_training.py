@@ -13,6 +13,7 @@ import pytest
 import torch
 from hf_models import (
     CLASSES,
+    FAMILIES,
     assert_near,
     batch,
     each_family,
@@ -23,8 +24,10 @@ from hf_models import (
     small,
     transformers,
 )
+from test_hf_state import SHARED
 
 import cadenza as cz
+from cadenza.integrations.hf.recognise import plan_of
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,10 +130,12 @@ def _shapes(found):
     return {"classes": found.predictions.shape[-1]}
 
 
-@pytest.mark.parametrize("logits", [True, "evaluation"])
-def test_trainer(tmp_path, logits):
+@pytest.mark.parametrize(
+    ("family", "logits"), [("llama", True), *((family, "evaluation") for family in FAMILIES)]
+)
+def test_trainer(tmp_path, family, logits):
     pytest.importorskip("accelerate", reason="Trainer needs it")
-    model, twin = pair()
+    model, twin = pair(family)
     cz.accelerate(model, logits=logits)
     options = {"gradient_checkpointing": True, "max_grad_norm": 1.0}
     found, evaluated = trained(model, tmp_path / "ours", **options)
@@ -142,20 +147,25 @@ def test_trainer(tmp_path, logits):
     assert len(found) == 6
 
 
-def test_adapters_of_peft():
+@each_family
+def test_adapters_of_peft(family, monkeypatch):
     peft = pytest.importorskip("peft", reason="tries its adapters")
+    monkeypatch.setattr("cadenza.integrations.hf.plan._TOLD", set())
+    form = plan_of(layers_of(small(family))[0]).form
+    ends = {path.rpartition(".")[2] for path in (form.projections[0], form.projections[-1])}
     config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
+        r=4, target_modules=[*ends], init_lora_weights=False, task_type="CAUSAL_LM",
+        fan_in_fan_out=family == "gpt2",
+    )  # fmt: skip
     found = []
     for order in ("stock", "before", "after"):
-        model = small()
+        model = small(family)
         if order == "after":
             cz.accelerate(model)
         torch.manual_seed(2)
         model = peft.get_peft_model(model, config)
         if order == "before":
-            with pytest.warns(UserWarning, match="q_proj is a peft"):
+            with pytest.warns(UserWarning, match=f"{form.projections[0]} is a peft"):
                 report = cz.accelerate(model)
             assert report.entries[0].replaced == ("attention output", "feed-forward")
         loss = model(**batch()).loss
@@ -163,7 +173,7 @@ def test_adapters_of_peft():
         names = model.named_parameters()
         values = {name: weight.grad for name, weight in names if weight.grad is not None}
         found.append({"loss": loss.detach(), **values})
-    assert len(found[0]) == 1 + 2 * 2 * 2
+    assert len(found[0]) == 1 + 2 * 2 * len(ends)
     assert_near(found[1], found[0])
     assert_near(found[2], found[0])
 
@@ -172,8 +182,10 @@ TWO = """
 import sys
 sys.path.insert(0, "tests")
 import torch, torch.distributed as dist
-from hf_models import assert_near, batch, outcome, pair, runs_programs
+from hf_models import assert_near, batch, outcome, pair, runs_programs, transformers
 import cadenza as cz
+
+assert transformers.__version__ == sys.argv[1], transformers.__version__
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -206,11 +218,12 @@ def test_two_processes_of_ddp():
         "MASTER_PORT": str(port),
         "WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        # Before what is there already, which may be another release of transformers.
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     }
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", TWO],
+            [sys.executable, "-c", TWO, transformers.__version__],
             cwd=ROOT,
             env=environment | {"RANK": str(rank)},
             stderr=subprocess.PIPE,
@@ -223,25 +236,49 @@ def test_two_processes_of_ddp():
         assert process.returncode == 0, said[-3000:]
 
 
-def test_sharded_by_layers():
+def sharded(model):
+    """The model, sharded by FSDP2 layer by layer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    with _one_process():
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    return fully_shard(model, mesh=mesh)
+
+
+def whole(values):
+    """Values by name, those that are sharded put together."""
+    return {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in values.items()}
+
+
+def stepped(model):
+    """What two steps of AdamW make of a model: both outcomes, and its parameters after each."""
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for _ in range(2):
+        found.append(whole(outcome(model, **batch())))
+        optimizer.step()
+        found.append(whole({name: p.detach().clone() for name, p in model.named_parameters()}))
+    return found
+
+
+def test_sharded_by_layers():
+    with one_process():
         model, twin = pair()
-        cz.accelerate(model)
-        mesh = init_device_mesh("cpu", (1,))
-        for layer in layers_of(model):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-        fully_shard(model, mesh=mesh)
-        found = outcome(model, **batch())
+        report = cz.accelerate(model)
+        assert str(report).endswith(SHARED)
+        sharded(model)
+        found = stepped(model)
         assert runs_programs(model, **batch())
-        plain = {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in found.items()}
-    assert_near(plain, outcome(twin, **batch()))
+        assert str(report).endswith(
+            f"0 of {SHARED.partition(' of ')[2]}; the others' are copied together at each call"
+        )
+    for ours, expected in zip(found, stepped(twin), strict=True):
+        assert_near(ours, expected)
 
 
 @contextlib.contextmanager
-def _one_process():
+def one_process():
     """A process group of this process alone."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

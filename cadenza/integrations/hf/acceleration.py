@@ -15,7 +15,7 @@ from cadenza.integrations.hf.layer import layer_forward
 from cadenza.integrations.hf.leaves import norm_kind
 from cadenza.integrations.hf.norm import norm_forward
 from cadenza.integrations.hf.plan import Plan, blocked, unusable, usable, warn_once
-from cadenza.integrations.hf.recognise import Unknown, parameters_of, plan_of
+from cadenza.integrations.hf.recognise import Unknown, is_plain_module, parameters_of, plan_of
 from cadenza.integrations.hf.replace import (
     PLAN,
     accelerate_module,
@@ -46,10 +46,11 @@ def accelerate(model: nn.Module, *, logits: bool | str = True) -> Report:
 
     Recognised by what they are made of and what they compute, and tried beforehand: decoder layers
     as in Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi-3, OLMo 2 and GPT-2, the norm behind
-    them, and the head with its loss. Anything else, and any projection that something wraps or
-    watches, stays as it is; the report says why. Parameters keep their names, shapes and identity;
-    weights that one product takes move into one storage. Calls of few tokens, and calls that ask
-    for attention weights, take the model's own path.
+    them, and the head with its loss. Anything else stays as it is, and so does what something
+    wraps, watches, quantises or shards; the report says why, and of the latter one warning, too.
+    Parameters keep their names, shapes and identity; weights that one product takes move into one
+    storage. Calls of few tokens, and calls that ask for attention weights, take the model's own
+    path.
 
     `logits` says when a model that is given labels returns its logits, too, which costs a product
     and their memory: True always, False never, "evaluation" unless it is in training. Without
@@ -66,7 +67,7 @@ def accelerate(model: nn.Module, *, logits: bool | str = True) -> Report:
     layers = accelerated_layers(model)
     part_storage(model, plans, layers)
     share_storage(layers)
-    warn_once(reason for entry in report.replaced for reason in entry.left)
+    warn_once(reason for entry in report.entries for reason in entry.warned)
     return report
 
 
@@ -108,7 +109,8 @@ def _layer(path: str, layer: nn.Module, tried: dict[Any, bool]) -> Entry:
         accelerate_module(layer, with_storages(layer, plan), layer_forward, layer_groups)
     left = tuple(f"{at} {reason}" for at, reason in blocked(layer, plan).items())
     does = {**DOES, "queries": DOES["queries"] if plan.form.rotary else "norm + QKV"}
-    return Entry(path, kind, tuple(does for part, does in does.items() if part in parts), left)
+    replaced = tuple(does for part, does in does.items() if part in parts)
+    return Entry(path, kind, replaced, left, warned=left)
 
 
 def _tried(layer: nn.Module, tried: dict[Any, bool]) -> Plan:
@@ -151,41 +153,47 @@ def _stack(path: str, model: nn.Module) -> Iterator[Entry]:
 
 def _norm(path: str, module: nn.Module) -> Iterator[Entry]:
     """The entry of a norm, none for one that is not known."""
+    name = type(module).__name__
     try:
         with _followed():
-            kind = norm_kind(module)
-        reason = unusable(module, type(module))
+            known = norm_kind(module)
     except Unknown as unknown:
-        kind, reason = None, str(unknown)
-    if kind is not None and reason is None:
-        accelerate_module(module, kind, norm_forward)
-    if kind is not None or reason is not None:
-        yield Entry(path, type(module).__name__, () if reason else ("norm",), _listed(reason))
+        yield Entry(path, name, (), (str(unknown),))
+        return
+    reason = unusable(module, type(module))
+    if known is not None and reason is None:
+        accelerate_module(module, known, norm_forward)
+        yield Entry(path, name, ("norm",))
+    elif reason is not None:
+        yield _in_the_way(path, name, reason) if known else Entry(path, name, (), (reason,))
+
+
+def _in_the_way(path: str, kind: str, reason: str) -> Entry:
+    """The entry of a module that is left alone as it is now, which is worth a warning."""
+    return Entry(path, kind, (), (reason,), (f"{path.rpartition('.')[2]} {reason}",))
 
 
 def _head(path: str, model: Any, logits: bool | str) -> Entry:
     """The head of a model, and the loss that it computes."""
     own, kind = f"{path}.{HEAD}" if path else HEAD, type(model).__name__
-    reason = "has a forward of its own" if "forward" in model.__dict__ else None
     head = model.get_submodule(HEAD)
-    reason = reason or unusable(head, type(head))
+    if "forward" in model.__dict__:
+        return Entry(own, kind, (), ("has a forward of its own",))
+    reason = unusable(head, type(head))
+    if reason is not None:
+        return _in_the_way(own, kind, reason)
     try:
         with _followed():
-            plan = None if reason else head_plan(model, logits)
+            plan = head_plan(model, logits)
     except Unknown as unknown:
-        reason = str(unknown)
-    if reason is not None:
-        return Entry(own, kind, (), _listed(reason))
+        left = (str(unknown),)
+        return Entry(own, kind, (), left, () if is_plain_module(head) else left)
     accelerate_module(model, plan, model_forward)
     accelerate_module(head, plan, head_forward)
     return Entry(own, kind, ("loss of labels" + LOGITS[logits],))
 
 
 LOGITS = {True: ", beside logits", False: ", no logits", "evaluation": ", no logits in training"}
-
-
-def _listed(reason: str | None) -> tuple[str, ...]:
-    return () if reason is None else (reason,)
 
 
 def accelerated_layers(model: nn.Module) -> list[nn.Module]:

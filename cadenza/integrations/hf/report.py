@@ -9,12 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """A module by its path: what programs do of it now, and what they leave, with the reason."""
+    """A module by its path: what programs do of it now, and what they leave, with the reason.
+
+    `warned` names what would be replaced if nothing wrapped, watched, quantised or sharded it: a
+    warning says it, too. Of a module that is not known there is none.
+    """
 
     path: str
     kind: str
     replaced: tuple[str, ...]
     left: tuple[str, ...] = ()
+    warned: tuple[str, ...] = ()
 
     @property
     def pattern(self) -> tuple[str, str, tuple[str, ...], tuple[str, ...]]:
