@@ -70,6 +70,16 @@ def test_all_are_printed_in_order_and_read_as_python(explained):
         assert re.findall(r"^# (\w+): ", said, re.MULTILINE) == ["F1", "F2", "B1", "B2", "B3", "B4"]
 
 
+def test_hoppers_template_is_printed_with_the_same_header(explained):
+    """Of products, which it takes; a vector is the same."""
+    for name, same in (("F1", False), ("B4", False), ("s1", True)):
+        plain = explained(f"llama --source {name}")
+        other = explained(f"llama --source {name} --template pingpong --gpu h200")
+        assert (plain == other) is same
+        assert ("@gluon.jit" in other) is not same
+        assert ast.get_docstring(ast.parse(plain)) == ast.get_docstring(ast.parse(other))
+
+
 def test_a_vector_has_a_name(explained):
     said = explained("llama --source r1")
     assert '"""r1: a vector\n\nfinish  r1 = rsqrt(s1 / 4096.0 + 1e-05)\n"""' in said
@@ -106,6 +116,9 @@ def test_a_vector_product_is_a_fixed_kernel(explained):
     [
         ("llama-mlp --source F9", "no kernel is called so; there are F1, F2, B1, B2, B3, B4"),
         ("llama-mlp --source F1 --why y", "two questions"),
+        ("llama-mlp --source F1 --template fast", "one of plain, pingpong"),
+        ("llama-mlp --template pingpong", "add --source"),
+        ("llama-mlp --source F1 --template pingpong --gpu a100", "--gpu h100 or --gpu h200"),
     ],
 )
 def test_bad_input_is_one_line(capsys, line, said):

@@ -13,13 +13,16 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from cadenza.backends.triton import modules
+from cadenza.backends.triton.configuration import Configuration
 from cadenza.backends.triton.fallbacks import LibraryProduct, ReferenceKernel, ReferenceVector
 from cadenza.backends.triton.launches import PointwiseLaunch, ProductLaunch, VectorLaunch
 from cadenza.backends.triton.memory import Step
 from cadenza.backends.triton.program import Choose, Program
 from cadenza.backends.triton.target import Target
+from cadenza.backends.triton.tuning.candidates import HOPPER
 from cadenza.backends.triton.vector_product import VectorProduct
 from cadenza.core.ir import Node
+from cadenza.core.plan import Kernel
 from cadenza.core.plan_text import KernelText, PairText, PlanText
 from cadenza.core.storage import compute_dtype
 from cadenza.tools.fault import Fault
@@ -50,18 +53,29 @@ class Emitted(NamedTuple):
         return str(modules.folder() / modules.file_name(self.text))
 
 
-def emitted(text: PairText, gpu: str) -> list[Emitted]:
-    """The steps of forward and backward, in order, for a GPU that `explain` knows."""
+def emitted(text: PairText, gpu: str, template: str = "plain") -> list[Emitted]:
+    """The steps of forward and backward, in order, for a GPU that `explain` knows.
+
+    Each by the template of this name where that takes it, and else by the plain one.
+    """
     plans = [plan for plan in (text.forward, text.backward) if plan is not None]
-    return [step for plan in plans for step in _steps(plan, text, gpu)]
+    return [step for plan in plans for step in _steps(plan, text, gpu, TEMPLATES[template])]
 
 
-def _steps(plan: PlanText, text: PairText, gpu: str) -> Iterator[Emitted]:
+def _hopper(kernel: Kernel) -> Configuration | None:
+    """The first candidate of Hopper's template for a product, the default for the rest."""
+    return None if kernel.product is None else HOPPER[0]
+
+
+TEMPLATES: dict[str, Choose | None] = {"plain": None, "pingpong": _hopper}
+
+
+def _steps(plan: PlanText, text: PairText, gpu: str, choose: Choose | None) -> Iterator[Emitted]:
     if compute_dtype(plan.plan.graph) == "float64":
         for kernel in plan.kernels:
             yield Emitted(kernel.name, None, "by torch, as all programs in float64", falls=True)
         return
-    for name, step in named_steps(plan, text, gpu):
+    for name, step in named_steps(plan, text, gpu, choose):
         yield Emitted(name, step.source.text if step.source else None, *_instead(step))
 
 

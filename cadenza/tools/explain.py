@@ -24,7 +24,16 @@ from cadenza.core.storage import dtypes_of
 from cadenza.core.text import show
 from cadenza.core.trace import trace
 from cadenza.core.unfused import Unfused
-from cadenza.tools.emitted import Emitted, asked, emitted, fallen, show_sources, sources_json
+from cadenza.tools.emitted import TARGETS as EMITTED_FOR
+from cadenza.tools.emitted import (
+    TEMPLATES,
+    Emitted,
+    asked,
+    emitted,
+    fallen,
+    show_sources,
+    sources_json,
+)
 from cadenza.tools.fault import Fault
 from cadenza.tools.question import Question
 from cadenza.tools.target import Target, find_target, place_of
@@ -244,9 +253,12 @@ def run_explain(text: str, question: Question, machine: bool) -> int:
         raise Fault("--why answers in words: leave --json out")
     if question.why is not None and question.source is not None:
         raise Fault("--why and --source are two questions: ask one at a time")
+    _check_template(question)
     gpu, dtype = GPUS[question.gpu.lower()], question.dtype
     found = explain(find_target(text, question.size or (), dtype, question.frozen or ()))
-    steps = emitted(found.text, question.gpu.lower()) if question.why is None else []
+    steps = []
+    if question.why is None:
+        steps = emitted(found.text, question.gpu.lower(), question.template)
     chosen = asked(steps, question.source) if question.source else []
     if machine:
         sources = {"sources": sources_json(chosen)} if chosen else {}
@@ -255,6 +267,18 @@ def run_explain(text: str, question: Question, machine: bool) -> int:
         return 0
     _print(found, question, steps, chosen)
     return 0
+
+
+def _check_template(question: Question) -> None:
+    if question.template not in TEMPLATES:
+        known = ", ".join(TEMPLATES)
+        raise Fault(f"unknown --template {question.template!r:.60}: one of {known}")
+    if question.template == "plain":
+        return
+    if question.source is None:
+        raise Fault("--template says which text --source prints: add --source")
+    if EMITTED_FOR[question.gpu.lower()] != "sm_90":
+        raise Fault("--template pingpong is Hopper's: --gpu h100 or --gpu h200")
 
 
 def _print(
