@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import cadenza as cz
 from cadenza.integrations.hf.layer import ROWS
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 PAST, STEPS, TURNS = 128, 12, 9
 NOISE = 1.05  # between medians of turns
