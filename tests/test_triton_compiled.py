@@ -1,20 +1,37 @@
 """Default configurations: every kernel of every built-in block fits every target.
 
-Kernels are compiled without a GPU, in processes of their own; the binaries say what they take.
+And candidates of selection for Hopper: what is accepted fits. Kernels are compiled without a GPU,
+in processes of their own; the binaries say what they take.
 """
 
 from pathlib import Path
 
 import pytest
+import test_triton_gluon as pingpong
 import torch
 from kernel_reports import Compiled, Task, reports
+from tuning_place import HOPPER, place, plans, settled
 
+from cadenza.backends.triton import settings
 from cadenza.backends.triton.compiled import CompilationError, Report, compile_for
 from cadenza.backends.triton.configuration import Facts, default, strip
 from cadenza.backends.triton.target import INTERPRETER, TARGETS, Target
+from cadenza.backends.triton.tuning import candidates, choices
+from cadenza.backends.triton.tuning.contests import Contest, contests_of
+from cadenza.backends.triton.tuning.recipes import KernelCall
+from cadenza.backends.triton.tuning.workers import Workers
 
 NAMES = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
+SPILLED = 128  # bytes a thread
 LARGE = Facts(2, 1, near=False, half=False, lanes=1, unit=1, M=None, N=4096, K=4096)
+
+
+BLOCKS = ("llama-mlp", "qwen3")
+OTHERS = [
+    *((name, "float16", BLOCKS) for name in ("sm_86", "sm_100", "sm_120", "gfx942")),
+    *((name, "float32", BLOCKS) for name in ("sm_86", "sm_120")),
+    ("sm_100", "float32", ("norm-qkv", "gpt2")),
+]
 
 
 def assert_fits(found: list[Compiled]) -> None:
@@ -30,6 +47,15 @@ def test_every_kernel_of_every_block_fits_every_target(tmp_path: Path) -> None:
     tasks += [Task("gfx942", "float32")]
     found = reports(tasks, tmp_path)
     assert {f.target for f in found} == set(NAMES)
+    assert_fits(found)
+
+
+@pytest.mark.slow
+def test_kernels_of_other_dtypes_fit_the_other_targets(tmp_path: Path) -> None:
+    """Pairs of halves and of neighbours, sums of groups: what takes most registers."""
+    found = reports([Task(*each) for each in OTHERS], tmp_path)
+    assert {f.target for f in found} == {target for target, *_ in OTHERS}
+    assert len(found) > 12 * len(OTHERS)
     assert_fits(found)
 
 
@@ -54,6 +80,53 @@ def test_a_kernel_fits_every_target(tmp_path: Path) -> None:
     assert sorted(f.target for f in found) == sorted(NAMES)
     assert all(f.figures[0] > 32 and f.figures[2] > 16384 for f in found)
     assert_fits(found)
+
+
+# --- candidates -----------------------------------------------------------------------------------
+
+
+def contests_of_a_block() -> list[Contest]:
+    """Those of the products of both plans, in order, at the sizes of an 8 B model."""
+    found = [contests_of(*given, settled(given[0]), full=True) for given in plans("llama-mlp")]
+    return [contest for each in found for contest in each if contest.kernel.product is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures(place.__name__)
+def test_what_selection_accepts_fits_and_hardly_spills(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every candidate for Hopper, for each product of a block, compiled as selection does it."""
+    monkeypatch.setattr(candidates, "WORST", 0.0)  # none is left out for being slow
+    monkeypatch.setitem(settings.TRITON_LOADED, "TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setattr(choices, "WORKERS", Workers())
+    contests = contests_of_a_block()
+    tried = [pair for c in contests for pair in zip(c.choices, c.calls, strict=True)]
+    reports = choices._compiled([calls for _, calls in tried], HOPPER, 900.0)
+    accepted, refused = set(), set()
+    for choice, calls in tried:
+        found = [reports[repr(c)].result() for c in calls if isinstance(c, KernelCall)]
+        assert all(isinstance(each, Report) for each in found), f"{choice}: {found}"
+        fault = choices._fault(reports, calls, HOPPER)
+        assert (not fault) == all(map(hardly_spills, found)), f"{choice}: {found}, {fault!r}"
+        (refused if fault else accepted).add(choice)
+    choices.WORKERS.end()
+    listed = {*candidates.HOPPER, *candidates.HOPPER_MORE}
+    assert listed <= accepted, "each serves some product"
+    assert listed & refused, "none is refused anywhere: what would be is not seen"
+    pairs = [calls for choice, calls in zip(contests[2].choices, contests[2].calls, strict=True)
+             if choice.together]  # fmt: skip
+    own = [reports[repr(calls[0])].result() for calls in pairs]
+    tasks = [("llama-mlp", "bfloat16", 2, rows) for rows in (128, 192)]
+    asked = [Report(*found.figures) for found in pingpong.compiled(tasks, tmp_path)]
+    judged = [{(each.shared, hardly_spills(each)) for each in both} for both in (own, asked)]
+    assert judged[0] == judged[1], f"{own}, by the compiler itself {asked}"
+    assert {verdict for _, verdict in judged[0]} == {True, False}
+
+
+def hardly_spills(found: Report) -> bool:
+    """Whether a kernel spills at most 128 bytes a thread and fits."""
+    return found.spilled <= SPILLED and found.shared <= HOPPER.shared
 
 
 def test_a_report_names_what_does_not_fit() -> None:

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from calls import Place
+from template_choice import NOT_HOPPER, PINGPONG, PLAIN, Template, forget_programs
 
 from cadenza.backends import reference
+from cadenza.backends.triton.target import Target
 
 NO_GPU = "needs a GPU of CUDA; TRITON_INTERPRET=1 pytest -m gpu interprets some of these on a CPU"
 ONLY_GPU = "needs a GPU of CUDA: Triton's interpreter has nothing of what is tested"
@@ -57,3 +59,24 @@ def place(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> It
         torch.cuda.empty_cache()
     except RuntimeError as error:  # nothing more can run on a GPU in this process
         pytest.exit(f"a kernel failed on the GPU in {request.node.nodeid}: {error}", returncode=3)
+
+
+@pytest.fixture(params=[PLAIN, PINGPONG])
+def template(
+    request: pytest.FixtureRequest, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Template]:
+    """The template by which a test's products run, the plain one by default.
+
+    A test of another fails at its end if there were products for it and none of its kernels ran.
+    """
+    chosen = Template(request.param)
+    if not chosen.cuts:
+        yield chosen
+        return
+    if place.interpreted or Target.of(place.device).name != "sm_90":
+        pytest.skip(NOT_HOPPER)
+    forget_programs()
+    chosen.install(monkeypatch)
+    yield chosen
+    forget_programs()
+    chosen.check()

@@ -19,6 +19,7 @@ from triton_plans import POISON, WHOLE_POISON, Guarded, trials_of
 from cadenza.backends.triton import replay
 from cadenza.backends.triton.configuration import Configuration
 from cadenza.backends.triton.executable import Executable
+from cadenza.backends.triton.gluon_launch import GluonLaunch
 from cadenza.backends.triton.launches import ProductLaunch
 from cadenza.backends.triton.memory import Memory
 from cadenza.core.ir import Node
@@ -113,6 +114,31 @@ def watched() -> Iterator[list[Node]]:
         yield products
 
 
+def ran_as_asked(launch: ProductLaunch, cut: Configuration) -> bool:
+    """Whether a product that was to be made by a configuration was, and by nothing in its place.
+
+    What its boxes are for has moved so; of Hopper's template its own kernel has run.
+    """
+    if not launch.launchers or isinstance(launch, GluonLaunch) != cut.pingpong:
+        return False
+    if not isinstance(launch, GluonLaunch):
+        return launch.configuration == cut and _moved(launch) >= set(cut.boxes)
+    own = ("BM", "BK", "stages", "group", "together")  # what else it has follows from the product
+    alike = all(getattr(launch.configuration, n) == getattr(cut, n) for n in own)
+    return alike and not launch.otherwise.launchers
+
+
+def _moved(launch: ProductLaunch) -> set[str]:
+    """Whether loads, and whether stores, of a product that has run moved as boxes."""
+    assert launch.source is not None
+    constants = [launcher.constants for launcher in launch.launchers.values()]
+    return {
+        argument.role
+        for argument in launch.source.arguments
+        if any(given.get(f"{argument.name}_box") for given in constants)
+    }
+
+
 def compiled_kernels(executable: Executable) -> list[tuple[str, Any]]:
     """Triton's compiled kernels of a plan that has run, each with the title of its text."""
     found = []
@@ -187,7 +213,7 @@ class GuardedOn(Guarded):
     def patch(self, patch: pytest.MonkeyPatch) -> None:
         """Has steps and replays take their memory from here."""
         patch.setattr(Memory, "empty", lambda *asked: self.empty(*asked))
-        patch.setattr(replay, "torch", TorchWith(self.of_replay))
+        patch.setattr(replay, "_empty", self.of_replay)
 
     def empty(self, memory: Memory, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What `Memory.empty` is replaced by."""
@@ -197,13 +223,14 @@ class GuardedOn(Guarded):
             memory.recording.allocated.append(tensor)
         return tensor
 
-    def of_replay(self, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What a replay's `torch.empty` is replaced by; a workspace has gaps that nobody writes."""
-        whole = isinstance(shape, int)
-        tensor = self.empty(Memory(0, device), (shape,) if whole else shape, dtype)
-        if whole:
-            self.workspaces.append(self.given.pop())
-        return tensor
+    def of_replay(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """What `replay._empty` is replaced by; a workspace, of bytes, has gaps nobody writes."""
+        memory = Memory(0, torch.device("cuda", torch.cuda.current_device()))
+        if dtype is not torch.uint8:
+            return self.empty(memory, shape, dtype)
+        space = self.empty(memory, shape, torch.float8_e5m2)  # of numbers that poison is one of
+        self.workspaces.append(self.given.pop())
+        return space.view(dtype)
 
     def check(self) -> None:
         """Everything was written, and nothing beside it."""
@@ -212,16 +239,6 @@ class GuardedOn(Guarded):
             start = space.data_ptr() - buffer.data_ptr()
             around = torch.cat([buffer[:start], buffer[start + space.numel() :]])
             assert (around == POISON).all(), "written beside the workspace of a replay"
-
-
-class TorchWith:
-    """torch, with another `empty`."""
-
-    def __init__(self, empty: Callable[..., Tensor]) -> None:
-        self.empty = empty
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 def among_poison(tensor: Tensor, gap: int) -> Tensor:

@@ -1,7 +1,7 @@
 """CUDA graphs and torch.compile on a GPU, and torch.library's own checks of the operations.
 
 A captured training step replays what the eager one does. Nothing is compiled while a graph is
-captured: a first call then raises and says what to do.
+captured: a first call then raises and says what to do. By the plain template and by Hopper's.
 """
 
 import pytest
@@ -16,14 +16,15 @@ from calls import (
     with_gradients,
 )
 from citizens import CASES, RUN, RUN_BACKWARD, Calls
+from plans import watched
 from programs import gradients_of, labelled
+from template_choice import FEW, PINGPONG, PLAIN, forget_programs
 
 import cadenza as cz
 from cadenza.core.errors import BackEndError
 from cadenza.library.blocks import BUILT_IN
 
 pytestmark = pytest.mark.gpu
-BLOCKS = ["llama", "gpt2", "qwen3", "gemma2", "lm-head"]
 STREAMS = ("x", "y")
 
 
@@ -61,8 +62,8 @@ class Training:
             value.copy_(batch[name])
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_a_captured_training_step_replays_the_eager_one(name, place):
+@pytest.mark.parametrize("name", FEW)
+def test_a_captured_training_step_replays_the_eager_one(name, template, place):
     arguments = operands(name, 129, place, BRAIN, ALIGNED)
     batches = [{n: torch.randn_like(arguments[n]) for n in STREAMS if n in arguments}
                for _ in range(4)]  # fmt: skip
@@ -97,7 +98,7 @@ def fresh_program(shift):
     return fresh
 
 
-def test_a_first_call_while_a_graph_is_captured_raises_and_tells_the_cure(place):
+def test_a_first_call_while_a_graph_is_captured_raises_and_tells_the_cure(template, place):
     program = fresh_program(0.3125)
     x, w = (torch.randn(n, 64, dtype=BRAIN, device=place.device) for n in (129, 96))
     torch.cuda.synchronize()
@@ -130,9 +131,13 @@ def compiler(monkeypatch, tmp_path):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", BLOCKS)
-def test_a_compiled_function_equals_eager_bit_by_bit(name, backend, place, compiler):
+@pytest.mark.parametrize(
+    ("backend", "template"),
+    [("aot_eager", PLAIN), ("inductor", PLAIN), ("aot_eager", PINGPONG)],
+    indirect=["template"],
+)
+@pytest.mark.parametrize("name", FEW)
+def test_a_compiled_function_equals_eager_bit_by_bit(name, backend, template, place, compiler):
     block = BUILT_IN[name]
     compiled = compiler(lambda **given: block(**given), fullgraph=True, backend=backend)
     for rows in (127, 129, 257):
@@ -170,8 +175,9 @@ def moved(given, device):
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_opcheck_of_both_operations(case, place):
-    given = moved(case.operands((3, 5)), place.device)
-    with Calls() as calls:
+    given = moved(case.operands((3, 5), dtype=BRAIN), place.device)
+    forget_programs()
+    with watched() as products, Calls() as calls:
         loss = sum(
             (v.double() * torch.arange(1, v.numel() + 1, device=v.device).view(v.shape).cos()).sum()
             for v in outputs_of(case.call(given))
@@ -179,6 +185,7 @@ def test_opcheck_of_both_operations(case, place):
         loss.backward()
     (arguments,) = calls.of(RUN)
     assert set(torch.library.opcheck(RUN, arguments).values()) == {"SUCCESS"}
+    assert products or case is CASES["pointwise"], "no product ran by Triton"
     ((program, saved, adjoints, rows),) = calls.of(RUN_BACKWARD)
     detached = [v.detach() for v in saved], [a.detach() for a in adjoints]
     checked = torch.library.opcheck(RUN_BACKWARD, (program, *detached, rows))

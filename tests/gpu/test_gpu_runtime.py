@@ -1,7 +1,8 @@
 """Living on a GPU: determinism, streams, devices, synchronisation and the direct launcher.
 
 Two runs are equal bit by bit, whatever memory held before. Work goes to the current stream of the
-tensors' device, the host waits for nothing, and the current device stays what it was.
+tensors' device, the host waits for nothing, and the current device stays what it was. By the plain
+template and by Hopper's.
 """
 
 from functools import partial
@@ -26,6 +27,7 @@ from calls import (
 )
 from plans import DIRECTIONS, attempt, check_agrees, trials
 from programs import labelled
+from template_choice import each_block_by_a_template
 from torch.utils.checkpoint import checkpoint
 
 from cadenza.backends.triton import launch
@@ -46,8 +48,8 @@ def call_of(name, place, rows=129):
 
 
 @pytest.mark.parametrize("rows", [129, 2048])
-@each_block
-def test_runs_are_equal_bit_by_bit_whatever_memory_held(name, rows, place):
+@each_block_by_a_template
+def test_runs_are_equal_bit_by_bit_whatever_memory_held(name, rows, template, place):
     block, arguments, upstream = call_of(name, place, rows)
     first = results(block, arguments, upstream)
     for _ in range(3):
@@ -56,7 +58,7 @@ def test_runs_are_equal_bit_by_bit_whatever_memory_held(name, rows, place):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_are_equal_bit_by_bit(name, place):
+def test_examples_are_equal_bit_by_bit(name, template, place):
     program = getattr(example(name), name)
     arguments = example_operands(name, 129, place, BRAIN)
     upstream = upstream_of(program.plain, arguments)
@@ -68,9 +70,9 @@ def test_examples_are_equal_bit_by_bit(name, place):
 # --- launching ------------------------------------------------------------------------------------
 
 
-@each_block
+@each_block_by_a_template
 def test_direct_launches_and_replays_give_what_the_public_interface_gives(
-    name, place, monkeypatch, capsys
+    name, template, place, monkeypatch, capsys
 ):
     for direction, given in zip(DIRECTIONS, trials(name, 129, place, ALIGNED), strict=True):
         executable = attempt(given).executable
@@ -138,8 +140,8 @@ def test_a_checkpointed_call_makes_what_backward_needs_alone_the_second_time(nam
         assert len(twice) < len(once) + len(forward)
 
 
-@each_block
-def test_warm_calls_never_wait_for_the_gpu(name, place):
+@each_block_by_a_template
+def test_warm_calls_never_wait_for_the_gpu(name, template, place):
     block, arguments, upstream = call_of(name, place)
     expected = results(block, arguments, upstream)
     results(block, arguments, upstream)
@@ -159,8 +161,8 @@ def test_warm_calls_never_wait_for_the_gpu(name, place):
 # --- streams and devices --------------------------------------------------------------------------
 
 
-@each_block
-def test_work_goes_to_the_current_stream(name, place):
+@each_block_by_a_template
+def test_work_goes_to_the_current_stream(name, template, place):
     block, arguments, upstream = call_of(name, place)
     expected = results(block, arguments, upstream)
     leaves = with_gradients(arguments)
@@ -198,7 +200,7 @@ def test_the_current_device_stays(place):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("warm", [True, False], ids=["after cuda:0", "first of all"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "lm-head"])
-def test_tensors_on_another_gpu_than_the_current_one(name, warm, place):
+def test_tensors_on_another_gpu_than_the_current_one(name, warm, template, place):
     block, arguments, upstream = call_of(name, place, rows=65 if warm else 66)
     if warm:
         results(block, arguments, upstream)
@@ -217,7 +219,7 @@ def test_tensors_on_another_gpu_than_the_current_one(name, warm, place):
 # --- autocast -------------------------------------------------------------------------------------
 
 
-def test_autocast_computes_in_bfloat16_and_gives_gradients_of_the_weights_dtype(place):
+def test_autocast_computes_in_bfloat16_and_gives_gradients_of_the_weights_dtype(template, place):
     block, arguments = BUILT_IN["llama"], operands("llama", 129, place, torch.float32, ALIGNED)
     arguments |= {n: arguments[n].to(BRAIN) for n in ("cos", "sin")}  # wider, they would widen
     leaves = with_gradients(arguments)

@@ -7,7 +7,9 @@ in the last place, both on the CPU.
 
 import pytest
 from calls import launches
+from plans import watched
 from small_runs import metrics, train
+from template_choice import forget_programs
 
 from cadenza.tools.contender import OURS, PERTURBED, STOCK, trainer_of
 from cadenza.tools.settings import Settings
@@ -46,7 +48,11 @@ def test_training_in_float32_follows_the_cpu(place, capsys):
 
 
 def test_training_in_bfloat16_drifts_no_more_than_one_unit_in_the_last_place_does(place, capsys):
-    found = losses(OURS, "bfloat16", str(place.device))
+    forget_programs()
+    with launches() as made, watched() as products:
+        found = losses(OURS, "bfloat16", str(place.device))
+    assert len(made) > STEPS, "nothing ran by Triton"
+    assert products, "no product ran by Triton"
     drift = largest_difference(found, losses(OURS, "bfloat16", "cpu"))
     yardstick = largest_difference(*(losses(p, "bfloat16", "cpu") for p in (PERTURBED, STOCK)))
     say(capsys, f"bfloat16 on a GPU from a CPU: {drift:.2e}, of perturbed stock {yardstick:.2e}")

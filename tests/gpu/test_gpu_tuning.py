@@ -8,9 +8,9 @@ import pytest
 import torch
 from calls import ALIGNED, check_as_good_as_torch, operands, upstream_of
 from programs import labelled
+from template_choice import forget_programs
 from triton import knobs
 
-import cadenza as cz
 from cadenza.backends.triton.tuning import choices, contests, records
 from cadenza.core.errors import BackEndError
 from cadenza.library.blocks import BUILT_IN
@@ -70,11 +70,15 @@ def test_another_process_would_measure_nothing(place, monkeypatch):
     arguments = operands("llama-mlp", 256, place, BRAIN, {**SIZES, "F": 1280})
     with torch.no_grad():
         first = labelled(BUILT_IN["llama-mlp"](**arguments))
+    assert records.read(), "nothing was measured"
+    measured = []
     monkeypatch.setattr(choices, "_decided", {})
-    monkeypatch.setattr(choices, "_measure_missing", None)  # it would fail
-    fresh = cz.block(shapes=BUILT_IN["llama-mlp"].shapes)(BUILT_IN["llama-mlp"].function)
+    monkeypatch.setattr(choices, "_measure_missing", lambda plan, *_: measured.append(plan))
+    forget_programs()
     with torch.no_grad():
-        again = labelled(fresh(**arguments))
+        again = labelled(BUILT_IN["llama-mlp"](**arguments))
+    assert choices._decided, "no choice was made"
+    assert not measured
     for name, value in first.items():
         assert torch.equal(value, again[name])
 

@@ -1,13 +1,15 @@
 """Values and gradients on a GPU: built-in blocks and examples against float64 by torch's own error.
 
 By the public API, in bfloat16, float16 and float32, at sizes that descriptors can read and at odd
-ones. Whole numbers under +, −, × and max agree bit by bit. No row at all, one, and numbers of rows
-around a tile; operands and incoming gradients with any strides.
+ones, by the plain template and by Hopper's. Whole numbers under +, −, × and max agree bit by bit.
+No row at all, one, and numbers of rows around a tile; operands and incoming gradients with any
+strides.
 """
 
 import random
 
 import pytest
+import random_programs
 import torch
 from block_operands import cast
 from calls import (
@@ -15,6 +17,7 @@ from calls import (
     BRAIN,
     DTYPES,
     EXAMPLES,
+    HALF,
     NAMES,
     SINGLE,
     check_as_good_as_torch,
@@ -28,6 +31,7 @@ from calls import (
 )
 from programs import labelled
 from random_programs import LIMIT, written
+from template_choice import PINGPONG, PLAIN, TOGETHER, each_block_by_a_template
 
 import cadenza as cz
 from cadenza import lang as L
@@ -37,15 +41,21 @@ from cadenza.library.blocks import BUILT_IN
 pytestmark = pytest.mark.gpu
 each_block = pytest.mark.parametrize("name", NAMES)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+RUNS = [*((d, PLAIN) for d in DTYPES), (BRAIN, PINGPONG), (HALF, PINGPONG), (BRAIN, TOGETHER)]
+
+
+def each_run(runs):
+    """Dtypes, each with a template."""
+    return pytest.mark.parametrize(("dtype", "template"), runs, ids=str, indirect=["template"])
 
 
 # --- against float64 ------------------------------------------------------------------------------
 
 
 @pytest.mark.interpreted
-@each_dtype
+@each_run(RUNS)
 @each_block
-def test_blocks_of_aligned_sizes_are_as_good_as_torch(name, dtype, place):
+def test_blocks_of_aligned_sizes_are_as_good_as_torch(name, dtype, template, place):
     place.allows(dtype)
     block, arguments = BUILT_IN[name], operands(name, place.rows(129), place, dtype, ALIGNED)
     with launches() as made:
@@ -63,9 +73,9 @@ def test_blocks_of_odd_sizes_are_as_good_as_torch(name, dtype, place):
 
 
 @pytest.mark.interpreted
-@each_dtype
+@each_run(RUNS[:4])
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_are_as_good_as_torch(name, dtype, place):
+def test_examples_are_as_good_as_torch(name, dtype, template, place):
     place.allows(dtype)
     program = getattr(example(name), name)
     arguments = example_operands(name, place.rows(129), place, dtype)
@@ -94,8 +104,8 @@ def test_float64_runs_by_the_reference_back_end(name, place):
 
 
 @pytest.mark.parametrize("rows", [1, 127, 8191])
-@each_block
-def test_numbers_of_rows_around_tiles(name, rows, place):
+@each_block_by_a_template
+def test_numbers_of_rows_around_tiles(name, rows, template, place):
     block, arguments = BUILT_IN[name], operands(name, rows, place, BRAIN, ALIGNED)
     check_as_good_as_torch(block, arguments, upstream_of(block.plain, arguments))
 
@@ -150,10 +160,10 @@ def grouped(x, w, y):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("dtype", [BRAIN, SINGLE], ids=str)
+@each_run(RUNS[:5])
 @pytest.mark.parametrize("width", [64, 40])
 @pytest.mark.parametrize("function", [residual, gated, chained, interleaved, grouped])
-def test_whole_numbers_are_exact(function, width, dtype, place):
+def test_whole_numbers_are_exact(function, width, dtype, template, place):
     place.allows(dtype)
     program, rows = cz.block(function), place.rows(129)
     shapes = {"x": (rows, width), "w": (128, width), "y": (rows, 128)}
@@ -167,14 +177,21 @@ def test_whole_numbers_are_exact(function, width, dtype, place):
     check_same(actual, rounded, "beside exact arithmetic")
 
 
+# Up to which every whole number is one of the dtype, and of float32's products.
+EXACT = {SINGLE: random_programs.EXACT, HALF: 2.0**11, BRAIN: 2.0**8}
+
+
 @pytest.mark.interpreted
+@each_dtype
 @pytest.mark.parametrize("seed", range(12))
-def test_random_programs_of_whole_numbers_are_exact(seed, place):
+def test_random_programs_of_whole_numbers_are_exact(seed, dtype, place, monkeypatch):
+    place.allows(dtype)
+    monkeypatch.setattr(random_programs, "EXACT", EXACT[dtype])
     numbers = random.Random(seed)
     codes = [[numbers.randrange(LIMIT) for _ in range(7)] for _ in range(9)]
     recipe = written(codes, numbers.randint(1, 7), place.rows(129), whole=True)
     program = recipe.program()
-    given = {n: t.to(place.device) for n, t in recipe.tensors(SINGLE).items()}
+    given = {n: t.to(place.device) for n, t in recipe.tensors(dtype).items()}
     actual, expected = labelled(program(**given)), labelled(program.plain(**given))
     check_same(actual, expected, repr(recipe))
 
@@ -206,7 +223,7 @@ def negated(tensor):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("place_it", [transposed, sliced, spread, negated])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_strides_of_operands_and_gradients_change_rounding_at_most(name, place_it, place):
+def test_strides_of_operands_and_gradients_change_rounding_at_most(name, place_it, template, place):
     dtype = SINGLE if place.interpreted else BRAIN
     block, arguments = BUILT_IN[name], operands(name, place.rows(127), place, dtype, ALIGNED)
     moved = {
@@ -227,7 +244,7 @@ def test_strides_of_operands_and_gradients_change_rounding_at_most(name, place_i
 
 
 @pytest.mark.interpreted
-def test_an_incoming_gradient_without_strides_is_read_rightly(place):
+def test_an_incoming_gradient_without_strides_is_read_rightly(template, place):
     dtype = SINGLE if place.interpreted else BRAIN
     block, arguments = BUILT_IN["llama"], operands("llama", place.rows(65), place, dtype, ALIGNED)
     shapes = {n: torch.ones_like(y) for n, y in upstream_of(block.plain, arguments).items()}
