@@ -26,12 +26,13 @@ SPILLED = 128  # bytes a thread
 LARGE = Facts(2, 1, near=False, half=False, lanes=1, unit=1, M=None, N=4096, K=4096)
 
 
-BLOCKS = ("llama-mlp", "qwen3")
+PAIRS, GROUPS = ("llama-mlp", "norm-qkv"), ("qwen3",)
 OTHERS = [
-    *((name, "float16", BLOCKS) for name in ("sm_86", "sm_100", "sm_120", "gfx942")),
-    *((name, "float32", BLOCKS) for name in ("sm_86", "sm_120")),
-    ("sm_100", "float32", ("norm-qkv", "gpt2")),
-]
+    ("sm_86", "float16", PAIRS), ("sm_86", "float32", GROUPS),
+    ("sm_100", "float16", GROUPS), ("sm_100", "float32", ("norm-qkv",)),
+    ("sm_120", "float16", PAIRS), ("sm_120", "float32", PAIRS),
+    ("gfx942", "float16", GROUPS),
+]  # fmt: skip
 
 
 def assert_fits(found: list[Compiled]) -> None:
@@ -52,10 +53,10 @@ def test_every_kernel_of_every_block_fits_every_target(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kernels_of_other_dtypes_fit_the_other_targets(tmp_path: Path) -> None:
-    """Pairs of halves and of neighbours, sums of groups: what takes most registers."""
+    """Some blocks of each: pairs of halves and of neighbours, sums of groups of columns."""
     found = reports([Task(*each) for each in OTHERS], tmp_path)
     assert {f.target for f in found} == {target for target, *_ in OTHERS}
-    assert len(found) > 12 * len(OTHERS)
+    assert len(found) > 10 * len(OTHERS)
     assert_fits(found)
 
 
@@ -86,9 +87,12 @@ def test_a_kernel_fits_every_target(tmp_path: Path) -> None:
 
 
 def contests_of_a_block() -> list[Contest]:
-    """Those of the products of both plans, in order, at the sizes of an 8 B model."""
+    """Those of the products of SwiGLU, of none and of SwiGLU's derivative, for an 8 B model.
+
+    The others of the block are products alone, as the second one is.
+    """
     found = [contests_of(*given, settled(given[0]), full=True) for given in plans("llama-mlp")]
-    return [contest for each in found for contest in each if contest.kernel.product is not None]
+    return [contest for each in found for contest in each][:3]
 
 
 @pytest.mark.slow
@@ -96,7 +100,7 @@ def contests_of_a_block() -> list[Contest]:
 def test_what_selection_accepts_fits_and_hardly_spills(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Every candidate for Hopper, for each product of a block, compiled as selection does it."""
+    """Every candidate for Hopper, for products of a block, compiled as selection does it."""
     monkeypatch.setattr(candidates, "WORST", 0.0)  # none is left out for being slow
     monkeypatch.setitem(settings.TRITON_LOADED, "TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setattr(choices, "WORKERS", Workers())

@@ -66,10 +66,9 @@ class Template:
         found: dict[Kernel, Configuration] = {}
 
         def note(kernel: Kernel, steps: Sequence[Step], make: Callable[..., Any]) -> None:
-            own = self.cuts if kernel.product is not None else ()
-            found.update(
-                (kernel, cut) for cut in own[::-1] if takes(make, cut)
-            )  # the first is last
+            if kernel.product is not None:
+                cut = next((cut for cut in self.cuts if takes(make, cut)), None)
+                found.update({kernel: cut} if cut else {})
 
         program = Program(plan, None, text, setting.target, note)
         products = [kernel.product for kernel in plan.kernels if kernel.product is not None]
