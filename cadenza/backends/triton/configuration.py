@@ -114,7 +114,8 @@ def default(facts: Facts, target: Target) -> Configuration:
         cut = cuts.whole_grouped if facts.itemsize == 4 else cuts.grouped
     elif facts.itemsize == 4:
         rounded = target.tf32 and target.backend == "cuda"
-        cut = replace(cuts.heavy, BK=32) if rounded else cuts.whole
+        boxes = () if family(target) == "blackwell" else cuts.heavy.boxes  # there they spill
+        cut = replace(cuts.heavy, BK=32, boxes=boxes) if rounded else cuts.whole
     elif facts.near or facts.half:
         cut = cuts.near if facts.near else cuts.half
     else:
