@@ -41,5 +41,7 @@ def test_library_products_are_repeated(name, dtype, place):
     assert isinstance(replay, Replay)
     begun, rest = run.begun(inputs, ROWS, [0])
     assert torch.equal(begun[0], found[0])
+    for output in begun:  # as a caller does whose tensors have more dimensions
+        output.resize_(1, *output.shape)
     rest()
-    assert all(torch.equal(a, b) for a, b in zip(begun, found, strict=True))
+    assert all(torch.equal(a[0], b) for a, b in zip(begun, found, strict=True))

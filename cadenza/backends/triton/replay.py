@@ -185,7 +185,8 @@ class Replay:
         first = max((self.done[p] for p in kept), default=0)
         with torch.cuda.device(self.index):
             made, bases, space = self._places(addresses)
-            tensors = (space, *inputs, *made)
+            # As matrices of their own: a caller may give an output another shape meanwhile.
+            tensors = (space, *inputs, *[t.detach() for t in made])
             self._run(bases, tensors, 0, first)
         return made, partial(self._rest, bases, tensors, first)
 
