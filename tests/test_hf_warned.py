@@ -61,6 +61,7 @@ def wrap_all(model, kind=Lora):
     return model
 
 
+@pytest.mark.slow
 def test_a_model_with_every_projection_wrapped():
     model, twin = pair()
     paths = projections(model)

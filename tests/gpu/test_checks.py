@@ -75,7 +75,9 @@ def products(template, name, dtype):
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [n if n == "llama" else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
+)
 def test_all_products_of_16_bits_are_of_the_template(name):
     template = Template(PINGPONG)
     found = products(template, name, BRAIN)
