@@ -19,7 +19,7 @@ from hf_models import (
 from transformers.cache_utils import DynamicCache
 
 import cadenza as cz
-from cadenza.integrations.hf.layer import ROWS
+from cadenza.integrations.hf.layer import ROWS, SEQUENCES
 from cadenza.integrations.hf.run import Run
 
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
@@ -72,6 +72,10 @@ def test_decoding_a_few_rows_takes_the_models_own_path():
     assert not runs_programs(model, input_ids=tokens)
     assert torch.equal(model(tokens).logits, twin(tokens).logits)
     assert runs_programs(model, input_ids=batch(1, ROWS)["input_ids"])
+    tokens = batch(SEQUENCES - 1, 1)["input_ids"]
+    assert not runs_programs(model, input_ids=tokens)
+    assert torch.equal(model(tokens).logits, twin(tokens).logits)
+    assert runs_programs(model, input_ids=batch(SEQUENCES, 1)["input_ids"])
 
 
 def test_a_prompt_with_a_cache_and_tokens_after_it():
@@ -108,7 +112,7 @@ def watched(cache):
 def test_a_cache_is_given_tokens_as_the_twins_is(family):
     """Where many sequences are decoded at a time, which programs do."""
     model, twin = accelerated_pair(family)
-    tokens = batch(ROWS, 5)["input_ids"]
+    tokens = batch(SEQUENCES, 5)["input_ids"]
     found = {}
     with torch.no_grad():
         for one in (model, twin):
