@@ -24,9 +24,9 @@ from cadenza.integrations.hf.weights import LayerWeights
 from cadenza.library.autocast import autocast_dtype
 
 # Calls of fewer rows (tokens of all sequences together), and steps of decoding, a token each, of
-# fewer sequences take the model's own path. An H200 with two layers of width 4096 took for a step of
-# 64, 128 and 256 sequences 1.06, 1.00 and 0.85 of the time where Python launches, and 0.73, 0.74 and
-# 0.78 on the device, which decides in a CUDA graph.
+# fewer sequences take the model's own path. Of two layers of width 4096, an H200 took for a step of
+# 64, 128 and 256 sequences 1.06, 1.00 and 0.85 of the time where Python launches, and 0.73, 0.74
+# and 0.78 on the device, which decides in a CUDA graph.
 ROWS, SEQUENCES = 64, 128
 # What makes a layer do what no program does, where it is given and true.
 OTHERWISE = ("output_attentions", "encoder_hidden_states")
