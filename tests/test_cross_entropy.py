@@ -86,7 +86,7 @@ def test_another_ignore_index():
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("rows", [0, 6])
-def test_nothing_that_counts(reduction, rows):
+def test_05_nothing_that_counts(reduction, rows):
     """Sum and rows are 0, the mean follows torch: NaN, with gradients of 0."""
     x, w, target = case(rows=rows)
     target.fill_(-100)

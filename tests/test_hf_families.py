@@ -78,7 +78,7 @@ def test_bfloat16_errs_at_most_twice_as_much_as_the_twin(family):
 
 @pytest.mark.slow
 @each_family
-def test_logits_in_evaluation_and_without_labels(family):
+def test_34_logits_in_evaluation_and_without_labels(family):
     model, twin = pair(family)
     cz.accelerate(model)
     given = batch()

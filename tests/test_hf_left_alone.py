@@ -191,7 +191,7 @@ def test_who_watches_every_module_sees_them_all():
     assert seen.count("Linear") == 2 * (2 * 7 + 1)
 
 
-def test_an_unknown_layer_is_left_alone():
+def test_33_an_unknown_layer_is_left_alone():
     model = small()
     layers_of(model)[0].gate = nn.Linear(64, 1)
     report = quietly(model)

@@ -54,7 +54,7 @@ def assert_same_state(model, other):
 
 
 @each_family
-def test_revert_gives_everything_back(family):
+def test_33_revert_gives_everything_back(family):
     model, twin = pair(family)
     before, places = described(model), list(model.parameters())
     cz.accelerate(model)
@@ -141,7 +141,7 @@ def test_a_frozen_weight_of_several_gets_no_gradient():
         assert (found.grad is None) == (expected.grad is None), name
 
 
-def test_state_loads_both_ways_and_strictly():
+def test_32_state_loads_both_ways_and_strictly():
     model, twin = pair()
     cz.accelerate(model)
     other = small()

@@ -61,7 +61,7 @@ def test_every_architecture_has_a_twin():
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_parameters_have_the_names_shapes_and_first_norms_of_the_twin(make):
+def test_32_parameters_have_the_names_shapes_and_first_norms_of_the_twin(make):
     layer = cz.nn.DecoderLayer(16, 4, 2, FEED_FORWARD, architecture=make, head_dim=6)
     twin = StockLayer(make, SIZES, FEED_FORWARD, 1e-5)
     shapes = [{n: v.shape for n, v in m.state_dict().items()} for m in (layer, twin)]

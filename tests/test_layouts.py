@@ -81,7 +81,7 @@ def test_as_many_rows_as_a_weight_has(rows):
 
 
 @pytest.mark.parametrize("columns", [1, 3, 7, 17, 33])
-def test_odd_numbers_of_columns(columns):
+def test_17_odd_numbers_of_columns(columns):
     operands = {
         "x": tensor(5, columns, dtype=torch.float64),
         "w_in": tensor(2 * columns + 1, columns, dtype=torch.float64),
@@ -164,7 +164,7 @@ LAYOUTS = [transposed, sliced, padded, expanded, permuted, negated]
 @each_case
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lead", [(6,), (2, 3, 5)], ids=str)
-def test_inputs_of_any_layout(case, layout, lead):
+def test_15_inputs_of_any_layout(case, layout, lead):
     operands = case.operands(lead, dtype=torch.float64, grad=False)
     strided = {n: layout(o) if o.is_floating_point() else o for n, o in operands.items()}
     if layout is not negated and "index" in operands:
@@ -189,7 +189,7 @@ def test_incoming_gradients_of_any_layout(case, layout):
 
 
 @each_case
-def test_the_gradient_of_a_plain_sum_has_no_strides(case):
+def test_14_the_gradient_of_a_plain_sum_has_no_strides(case):
     operands = case.operands((3, 5), dtype=torch.float64)
     outputs = [o for o in values(case.call(operands)) if o.requires_grad]
     strides = []
@@ -204,7 +204,7 @@ def test_the_gradient_of_a_plain_sum_has_no_strides(case):
     assert close([operands[n].grad for n in leaves], expected)
 
 
-def test_masked_and_sliced_outputs_hand_on_strided_gradients():
+def test_14_masked_and_sliced_outputs_hand_on_strided_gradients():
     operands = CASES["epilogue"].operands((4, 6), dtype=torch.float64)
     leaves = list(operands.values())
     mask = torch.rand(4, 6, N // 2) > 0.5

@@ -42,7 +42,7 @@ def test_error_is_at_most_twice_torch(reduction, dtype):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("rows", [0, 6])
-def test_nothing_that_counts(reduction, rows):
+def test_05_nothing_that_counts(reduction, rows):
     x, w, target = case(rows=rows)
     target.fill_(-100)
     actual = results(lean, x, w, target, reduction=reduction)

@@ -164,7 +164,7 @@ def test_a_row_that_is_ignored_has_no_gradient_and_no_influence(reduction, optio
 @each_form
 @each_reduction
 @pytest.mark.parametrize("rows", [0, 6])
-def test_nothing_that_counts(rows, reduction, lean):
+def test_05_nothing_that_counts(rows, reduction, lean):
     """0, but for the mean, which is NaN as torch's; gradients are 0."""
     case = example({**EVERYTHING, **reduction}, rows)
     case.operands["target"].fill_(-100)

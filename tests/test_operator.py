@@ -185,7 +185,7 @@ def test_an_output_made_without_gradients_can_be_written_with_them(case):
 
 
 @each_case
-def test_inputs_and_incoming_gradients_are_never_written(case):
+def test_07_inputs_and_incoming_gradients_are_never_written(case):
     operands = case.operands((3, 5))
     outputs = [o for o in values(case.call(operands)) if o.requires_grad]
     incoming = [torch.randn_like(o) for o in outputs]
@@ -208,7 +208,7 @@ def test_two_runs_are_equal_bit_by_bit(case):
     assert same(gradients(first, operands), gradients(second, operands))
 
 
-def test_a_warm_call_runs_nothing_of_the_authors_function():
+def test_26_a_warm_call_runs_nothing_of_the_authors_function():
     runs = []
 
     @block

@@ -8,7 +8,16 @@ import pytest
 import torch
 import torch._dynamo.testing
 from block_operands import operands
-from loss_options import REDUCTIONS, Example, each_form, each_reduction, example, oracle
+from loss_options import (
+    EVERYTHING,
+    REDUCTIONS,
+    TRAINED,
+    Example,
+    each_form,
+    each_reduction,
+    example,
+    oracle,
+)
 from programs import assert_close, labelled
 from test_blocks import results
 from torch import nn
@@ -57,6 +66,25 @@ def test_02_a_confident_row_keeps_the_gradient_of_its_class(height, reduction, d
     torch.testing.assert_close(dx.double(), exact, rtol=bound, atol=least)
     torch.testing.assert_close(dw.double(), exact_dw, rtol=bound, atol=least * height)
     assert (dx.diagonal() != 0).all()
+
+
+@each_form
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_03_the_gradients_of_a_token_are_those_of_its_own_loss(chunk, lean):
+    """Of tokens that several chunks hold; what comes in for the others, nothing, adds nothing."""
+    case = example({**EVERYTHING, "reduction": "none"}, rows=8)
+    leaves = [v.requires_grad_() for n, v in case.operands.items() if n in TRAINED]
+    single = example({**EVERYTHING, "reduction": "sum"}, rows=8).options
+    loss = linear_cross_entropy(**case.operands, **case.options, lean=lean, chunk=chunk)
+    for token in range(8):
+        upstream = torch.zeros(8, dtype=loss.dtype)
+        upstream[token] = 3.0
+        found = torch.autograd.grad(loss, leaves, upstream, retain_graph=True)
+        rows = {"x", "target", "token_weights"}
+        own = {n: v[token : token + 1] if n in rows else v for n, v in case.operands.items()}
+        expected = torch.autograd.grad(3.0 * oracle(**own, **single), leaves)
+        for value, exact in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, exact, rtol=1e-10, atol=1e-12)
 
 
 # --- rows that don't count ------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def moved(given, device):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_opcheck_of_both_operations(case, place):
+def test_24_opcheck_of_both_operations(case, place):
     given = moved(case.operands((3, 5), dtype=BRAIN), place.device)
     forget_programs()
     with watched() as products, Calls() as calls:

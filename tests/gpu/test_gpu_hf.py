@@ -58,7 +58,7 @@ def test_autocast_is_as_good_as_the_twins(family, place):
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
-def test_checkpointing_changes_no_bit(reentrant, place):
+def test_28_checkpointing_changes_no_bit(reentrant, place):
     model, _ = accelerated_pair(place, "llama", BRAIN)
     given = batch(2, LENGTH, place.device)
     plain = outcome(model, **given)

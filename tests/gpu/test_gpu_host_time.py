@@ -152,7 +152,7 @@ def say(capsys, text):
 
 
 @pytest.mark.parametrize("which", ["tiny", "llama"])
-def test_a_launch(which, place, capsys, monkeypatch):
+def test_26_a_launch(which, place, capsys, monkeypatch):
     timed = tiny() if which == "tiny" else small_llama(place)
     slowest = 0.0
     with launches() as made:
@@ -167,7 +167,7 @@ def test_a_launch(which, place, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("which", ["tiny", "llama"])
-def test_a_call_under_autograd(which, place, capsys):
+def test_26_a_call_under_autograd(which, place, capsys):
     timed = tiny() if which == "tiny" else small_llama(place)
     forward, both = timed.kernels()
     calls = max(1, PENDING // (2 * both))
@@ -225,7 +225,7 @@ def figures(timed, calls):
 
 
 @pytest.mark.parametrize("which", ["tiny", "llama"])
-def test_the_kernels_of_a_plan(which, place, capsys, monkeypatch):
+def test_26_the_kernels_of_a_plan(which, place, capsys, monkeypatch):
     timed = tiny() if which == "tiny" else small_llama(place)
     for executable, tensors, rows, kernels in plans_of(timed, monkeypatch):
         calls = max(1, PENDING // kernels)

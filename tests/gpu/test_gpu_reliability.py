@@ -1,14 +1,16 @@
 """Faults of other libraries' kernels, by numbers of docs/reliability.md, on a GPU.
 
 Blocks have suites of their own beside this file; here are the programs of the library: results that
-later calls must leave alone, every candidate of tuning, strides, sizes past 2**31, memory.
+later calls must leave alone, every candidate of tuning, several consumers, strides, gradients that
+are needed or not, sizes past 2**31, memory.
 """
 
 import pytest
 import torch
 from block_operands import cast
-from calls import BRAIN, SINGLE, check_same, results, upstream_of
+from calls import BRAIN, SINGLE, check_same, launches, results, upstream_of
 from plans import DIRECTIONS, SMALL, Given, attempt, check_agrees
+from programs import gradients_of, labelled
 from stock_programs import operands
 from test_gpu_memory import free_bytes
 from triton_plans import trials
@@ -92,6 +94,85 @@ def given_of(name, place):
         return [Given(*trial, None) for trial in trials(VARIANTS[name].program, made)]
 
 
+# --- what is needed of a call's gradients ----------------------------------------------------------
+
+SOME = ["linear-layer-norm", "qkv-head-norm", "feed-forward", "decoder-both"]
+
+
+def turned(arguments):
+    """Operands whose rows are apart in memory."""
+    return {
+        n: v.T.contiguous().T if isinstance(v, torch.Tensor) and v.dim() == 2 else v
+        for n, v in arguments.items()
+    }
+
+
+def trained(arguments):
+    """The names of operands that a model trains: not the tables of angles."""
+    return [
+        n for n, v in arguments.items()
+        if isinstance(v, torch.Tensor) and v.is_floating_point() and n not in ("cos", "sin")
+    ]  # fmt: skip
+
+
+def needed(program, arguments, names, upstream):
+    """The gradients that a call needs, by operand, and how many emitted kernels backward ran."""
+    leaves = {
+        n: v.detach().requires_grad_(n in names) if isinstance(v, torch.Tensor) else v
+        for n, v in arguments.items()
+    }
+    outputs = labelled(program(**leaves))
+    with launches() as made:
+        found = gradients_of(outputs, leaves, upstream)
+    return found, len(made)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", SOME)
+def test_12_a_result_with_two_consumers_gets_the_sum(name, place):
+    """Of two random incoming gradients, which meet at each result; programs are linear in them."""
+    program, arguments = VARIANTS[name].program, variant(name, place, SINGLE)
+    first, second = (upstream_of(program.plain, arguments) for _ in range(2))
+    both = {n: first[n] + second[n] for n in first}
+    leaves = {n: v.requires_grad_() for n, v in arguments.items() if n in trained(arguments)}
+    outputs = labelled(program(**arguments))
+    consumed = sum((y * first[n]).sum() + (second[n] * y).sum() for n, y in outputs.items())
+    found = torch.autograd.grad(consumed, list(leaves.values()))
+    expected = results(program, arguments, both)
+    for label, value in zip(leaves, found, strict=True):
+        exact = expected[f"d {label}"].double()
+        assert (value.double() - exact).norm() <= 1e-5 * exact.norm(), label
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", SOME)
+def test_15_an_operand_that_is_copied_gets_its_gradient(name, place):
+    """Each operand as the only one that needs one, all of them apart in memory."""
+    program, arguments = VARIANTS[name].program, turned(variant(name, place))
+    upstream = upstream_of(program.plain, arguments)
+    every, _ = needed(program, arguments, trained(arguments), upstream)
+    for alone in trained(arguments):
+        found, _ = needed(program, arguments, [alone], upstream)
+        error = (found[alone].double() - every[alone].double()).norm()
+        assert every[alone].any(), alone
+        assert error <= 2.0**-7 * every[alone].double().norm(), alone
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", SOME)
+def test_19_a_gradient_that_nobody_needs_costs_no_kernel(name, place):
+    program, arguments = VARIANTS[name].program, variant(name, place)
+    upstream = upstream_of(program.plain, arguments)
+    every, most = needed(program, arguments, trained(arguments), upstream)
+    weights = [n for n in every if n.startswith("w")]
+    assert weights
+    without, fewer = needed(program, arguments, [n for n in every if n not in weights], upstream)
+    assert fewer <= most - len(weights)
+    for label, value in without.items():
+        error = (value.double() - every[label].double()).norm()
+        assert error <= 2.0**-7 * every[label].double().norm(), label
+
+
 # --- layouts and sizes ----------------------------------------------------------------------------
 
 
@@ -100,13 +181,10 @@ def given_of(name, place):
 def test_13_operands_of_any_strides(name, place):
     """Rows that are turned or apart, and incoming gradients that a sum or a mask would hand on."""
     program, arguments = VARIANTS[name].program, variant(name, place)
-    moved = {
-        n: v.T.contiguous().T if isinstance(v, torch.Tensor) and v.dim() == 2 else v
-        for n, v in arguments.items()
-    }
     upstream = upstream_of(program.plain, arguments)
-    turned = {n: torch.cat((g, g), -1)[..., : g.shape[-1]] for n, g in upstream.items()}
-    found, expected = results(program, moved, turned), results(program, arguments, upstream)
+    apart = {n: torch.cat((g, g), -1)[..., : g.shape[-1]] for n, g in upstream.items()}
+    found = results(program, turned(arguments), apart)
+    expected = results(program, arguments, upstream)
     for label, value in found.items():
         error = (value.double() - expected[label].double()).norm()
         assert error <= 2.0**-7 * expected[label].double().norm(), label

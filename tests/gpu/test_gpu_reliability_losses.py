@@ -8,7 +8,7 @@ import pytest
 import torch
 from block_operands import cast
 from calls import BRAIN, SINGLE, check_same, launches, poison_free_memory
-from loss_options import REDUCTIONS, Example, each_form, each_reduction, example, oracle
+from loss_options import EVERYTHING, REDUCTIONS, Example, each_form, each_reduction, example, oracle
 from programs import assert_close
 from test_gpu_memory import free_bytes
 
@@ -46,6 +46,19 @@ def run(place, case, function=linear_cross_entropy, **own):
 
 @pytest.mark.interpreted
 @each_form
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_01_gradients_of_many_chunks_are_as_exact_as_torchs(reduction, lean, place):
+    """512 chunks: a bfloat16 sum over them would have lost most of what it is given."""
+    rows, classes = (64, 4096) if lean else (4096, 64)
+    case = loss_case(place, {"bias": True, "reduction": reduction}, None, rows, classes)
+    wide = Example(cast(case.operands, torch.float64), case.options)
+    exact, own = run(place, wide, oracle), run(place, case, oracle)
+    for name, value in run(place, case, lean=lean, chunk=2 if place.interpreted else 8).items():
+        assert_close(value, exact[name], own[name])
+
+
+@pytest.mark.interpreted
+@each_form
 @each_dtype
 @each_reduction
 @pytest.mark.parametrize("classes", [1000, 1003], ids=["even", "odd"])
@@ -72,6 +85,20 @@ def test_02_a_confident_row_keeps_the_gradient_of_its_class(reduction, lean, pla
     bound = 2.0 * torch.finfo(dtype).eps
     torch.testing.assert_close(found["x"].double(), exact["x"], rtol=bound, atol=1e-6)
     assert (found["x"].diagonal() != 0).all()
+
+
+@pytest.mark.interpreted
+@each_form
+@each_reduction
+def test_05_a_batch_in_which_no_target_counts(reduction, lean, place):
+    """Losses are 0, but for the mean, which is NaN as torch's; gradients are 0."""
+    case = loss_case(place, EVERYTHING | reduction)
+    case.operands["target"].fill_(-100)
+    found = run(place, case, lean=lean, chunk=64)
+    loss = found.pop("loss")
+    assert loss.isnan().all() if reduction == REDUCTIONS["mean"] else not loss.any()
+    for name, gradient in found.items():
+        assert not gradient.any(), name
 
 
 @each_form

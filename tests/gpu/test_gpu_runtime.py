@@ -219,7 +219,7 @@ def test_tensors_on_another_gpu_than_the_current_one(name, warm, template, place
 # --- autocast -------------------------------------------------------------------------------------
 
 
-def test_autocast_computes_in_bfloat16_and_gives_gradients_of_the_weights_dtype(template, place):
+def test_27_autocast_computes_in_bfloat16_and_gives_gradients_of_the_weights_dtype(template, place):
     block, arguments = BUILT_IN["llama"], operands("llama", 129, place, torch.float32, ALIGNED)
     arguments |= {n: arguments[n].to(BRAIN) for n in ("cos", "sin")}  # wider, they would widen
     leaves = with_gradients(arguments)

@@ -66,7 +66,7 @@ def test_blocks_of_aligned_sizes_are_as_good_as_torch(name, dtype, template, pla
 @pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", [BRAIN, SINGLE], ids=str)
 @each_block
-def test_blocks_of_odd_sizes_are_as_good_as_torch(name, dtype, place):
+def test_17_blocks_of_odd_sizes_are_as_good_as_torch(name, dtype, place):
     place.allows(dtype)
     block, arguments = BUILT_IN[name], operands(name, place.rows(127), place, dtype, None)
     check_as_good_as_torch(block, arguments, upstream_of(block.plain, arguments))
@@ -244,7 +244,7 @@ def test_strides_of_operands_and_gradients_change_rounding_at_most(name, place_i
 
 
 @pytest.mark.interpreted
-def test_an_incoming_gradient_without_strides_is_read_rightly(template, place):
+def test_14_an_incoming_gradient_without_strides_is_read_rightly(template, place):
     dtype = SINGLE if place.interpreted else BRAIN
     block, arguments = BUILT_IN["llama"], operands("llama", place.rows(65), place, dtype, ALIGNED)
     shapes = {n: torch.ones_like(y) for n, y in upstream_of(block.plain, arguments).items()}
