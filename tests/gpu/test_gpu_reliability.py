@@ -94,7 +94,7 @@ def given_of(name, place):
         return [Given(*trial, None) for trial in trials(VARIANTS[name].program, made)]
 
 
-# --- what is needed of a call's gradients ----------------------------------------------------------
+# --- what is needed of a call's gradients ---------------------------------------------------------
 
 SOME = ["linear-layer-norm", "qkv-head-norm", "feed-forward", "decoder-both"]
 

@@ -223,7 +223,8 @@ DEFAULTS = {
 DEFAULTS["workstation"] = DEFAULTS["ampere"]._replace(
     steps=(
         (1, Configuration(128, 256, 32, warps=8, stages=3, parts=2)),
-        (8, Configuration(128, 128, 32, warps=8, stages=3, parts=2)),
+        (7, Configuration(128, 128, 32, warps=8, stages=3, parts=2)),
+        (8, Configuration(128, 128, 32, warps=8, stages=3, parts=4)),
     ),
     near=Configuration(128, 128, 32, warps=8, stages=3, parts=2, boxes=("load",)),
 )
