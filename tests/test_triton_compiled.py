@@ -28,7 +28,7 @@ LARGE = Facts(2, 1, near=False, half=False, lanes=1, unit=1, M=None, N=4096, K=4
 
 PAIRS, GROUPS = ("llama-mlp", "norm-qkv"), ("qwen3",)
 OTHERS = [
-    ("sm_86", "float16", PAIRS), ("sm_86", "float32", GROUPS),
+    ("sm_86", "float16", (*PAIRS, *GROUPS)), ("sm_86", "float32", GROUPS),
     ("sm_100", "float16", GROUPS), ("sm_100", "float32", (*PAIRS, *GROUPS)),
     ("sm_120", "float16", PAIRS), ("sm_120", "float32", PAIRS),
     ("gfx942", "float16", GROUPS),
