@@ -9,7 +9,7 @@ from small_runs import refusal
 from terminals import STREAMS, as_usual
 
 from cadenza.library.blocks import BUILT_IN
-from cadenza.library.variants import VARIANTS
+from cadenza.library.variants import LOSSES, VARIANTS
 from cadenza.tools.check.run import judge
 from cadenza.tools.check.subject import find_subjects
 from cadenza.tools.cli import main
@@ -145,7 +145,7 @@ def test_built_in_blocks_hold(checked, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*BUILT_IN, *VARIANTS])
+@pytest.mark.parametrize("name", [*BUILT_IN, *VARIANTS, *LOSSES])
 def test_every_built_in_block_holds(name):
     (subject,), _ = find_subjects(name, {}, "bfloat16")
     judgement = judge(subject, [])

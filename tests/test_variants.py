@@ -18,7 +18,7 @@ from cadenza.core.pipeline import compile_program
 from cadenza.core.plan_text import PairText
 from cadenza.core.trace import Signature
 from cadenza.library.operands import describe
-from cadenza.library.variants import VARIANTS
+from cadenza.library.variants import LOSSES, VARIANTS
 from cadenza.tools.cli import main
 from cadenza.tools.explain import explain
 from cadenza.tools.target import find_target
@@ -59,6 +59,14 @@ PLANS |= dict.fromkeys(GATED, PLANS["linear-swiglu"])
 PLANS |= dict.fromkeys(UNGATED, PLANS["linear-softcap"])
 
 
+OF_LOSSES = {
+    "loss": ((1, 0), (2, 1), "logits s1 s2"),
+    "loss-terms": ((1, 0), (2, 1), "logits s1 s2"),
+    "loss-lean": ((1, 0), None, ""),
+    "loss-lean-gradient": ((3, 0), None, ""),
+}
+
+
 def counted(text: PairText) -> tuple[tuple[int, int], tuple[int, int], str]:
     """What `PLANS` says of a compiled program."""
     kinds = [[kernel.kind for kernel in p.kernels] for p in (text.pair.forward_plan, _back(text))]
@@ -74,6 +82,20 @@ def _back(text: PairText):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_compiles_to_these_kernels(name):
     assert counted(explain(find_target(name)).text) == PLANS[name]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_compiles_to_these_kernels(name):
+    """Of rows, and of classes, where nothing is derived: no kernel keeps logits for another."""
+    text = explain(find_target(name, ("M=8192", "V=16384"))).text
+    forward, backward, held = OF_LOSSES[name]
+    assert (text.pair.backward_plan is None) == (backward is None)
+    kinds = [kernel.kind for kernel in text.pair.forward_plan.kernels]
+    assert (kinds.count("product"), kinds.count("pointwise")) == forward
+    assert " ".join(value.name for value in text.held()) == held
+    assert backward is None or counted(text)[1] == backward
+    exact = [o.name for o in find_target(name).signature.operands if o.dtype == "float32"]
+    assert sorted(exact) == sorted(LOSSES[name].exact)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

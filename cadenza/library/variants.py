@@ -12,15 +12,28 @@ from typing import Any, NamedTuple
 from cadenza.library import programs
 from cadenza.library.accumulate import added_weight_gradient
 from cadenza.library.function import Program
+from cadenza.library.loss_blocks import (
+    LINEAR,
+    STATISTICS,
+    linear_loss,
+    vocabulary_gradient,
+    vocabulary_part,
+)
 from cadenza.library.programs.parts import GATED, PLAIN
 
 
 class Variant(NamedTuple):
-    """A program with the shapes of the operands that it is given, and constants."""
+    """A program with the shapes of the operands that it is given, and constants.
+
+    `exact` are operands that are float32 in every dtype and get no gradient. What is not `derived`
+    is called as it stands, within an operation that has a backward of its own.
+    """
 
     program: Program
     shapes: Mapping[str, str]
     constants: Mapping[str, Any]
+    exact: tuple[str, ...] = ()
+    derived: bool = True
 
 
 def _variant(program: Program, shapes: Mapping[str, str], **constants: Any) -> Variant:
@@ -92,5 +105,23 @@ VARIANTS: dict[str, Variant] = {
     ),
     "weight-gradient": _variant(
         added_weight_gradient, {"gradient": "F D", "dy": "M F", "x": "M D"}, dtype="float32"
+    ),
+}  # fmt: skip
+
+# What `cz.ops.linear_cross_entropy` calls for each chunk: of rows, or if it is lean of classes, once
+# for the loss and once for the gradients of x and w. V is then the classes of a chunk.
+LOGITS = {name: LINEAR[name] for name in ("x", "w", "target")}
+OF_TERMS = {"own_weight": "M 1", "mean_weight": "1 1", "shift": "M 1"}
+GIVEN = {name: STATISTICS[name] for name in ("top", "total", "scale", "own")}
+LOSSES: dict[str, Variant] = {
+    "loss": _variant(linear_loss, LOGITS),
+    "loss-terms": Variant(
+        linear_loss, {**LINEAR, **OF_TERMS},
+        {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0}, (*OF_TERMS, "class_weight"),
+    ),
+    "loss-lean": Variant(vocabulary_part, LOGITS, {}, derived=False),
+    "loss-lean-gradient": Variant(
+        vocabulary_gradient, {**LOGITS, **GIVEN, "sum_x": "M D"}, {"needed": 3},
+        (*GIVEN, "sum_x"), derived=False,
     ),
 }  # fmt: skip

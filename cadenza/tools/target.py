@@ -21,7 +21,7 @@ from cadenza.core.trace import Operand, Signature, location
 from cadenza.library.blocks import BUILT_IN
 from cadenza.library.function import Epilogue, Program
 from cadenza.library.operands import size_of
-from cadenza.library.variants import VARIANTS, Variant
+from cadenza.library.variants import LOSSES, VARIANTS, Variant
 from cadenza.tools.blame import is_ours
 from cadenza.tools.fault import Fault
 
@@ -33,7 +33,8 @@ LARGEST = 2**31 - 1  # of a size
 WHOLE_NUMBERS = ("target", "seed", "feed_forward_seed")
 UNTRAINED = ("cos", "sin", *WHOLE_NUMBERS)
 COMMANDS = str(Path(__file__).parent)
-OURS = {*BUILT_IN.values(), *(variant.program for variant in VARIANTS.values())}
+LIBRARY = {**VARIANTS, **LOSSES}
+OURS = {*BUILT_IN.values(), *(variant.program for variant in LIBRARY.values())}
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,14 @@ def target_of(
     program, own = subject.program, subject.program not in OURS
     known = {**program.defaults, **subject.constants, **sizes}
     whole = program.dtypes if own else dict.fromkeys(WHOLE_NUMBERS, "int64")
+    fixed = {**whole, **dict.fromkeys(subject.exact, "float32")}
     operands = tuple(
-        _operand(subject, name, known, whole.get(name, dtype)) for name in _operands(subject)
+        _operand(subject, name, known, fixed.get(name, dtype)) for name in _operands(subject)
     )
     names = [operand.name for operand in operands]
-    still = _frozen(frozen, names) | set(whole if own else UNTRAINED)
+    still = _frozen(frozen, names) | set(fixed if own else UNTRAINED) | set(subject.exact)
     constants = tuple((n, _constant(n, known)) for n in program.parameters if n not in names)
-    needed = tuple(name for name in names if name not in still)
+    needed = tuple(name for name in names if name not in still and subject.derived)
     return Target(program, Signature(operands, constants), needed, int(known["M"]))
 
 
@@ -92,13 +94,13 @@ def place_of(error: ProgramError, program: Program) -> str:
 
 def is_built_in(text: str) -> bool:
     """Whether a target's name is that of a built-in block or of a variant of the library."""
-    return text in BUILT_IN or text in VARIANTS
+    return text in BUILT_IN or text in LIBRARY
 
 
 def subject_of(text: str) -> Variant:
     """The program that a command names, with the shapes of its operands; Fault if there is none."""
-    if text in VARIANTS:
-        return VARIANTS[text]
+    if text in LIBRARY:
+        return LIBRARY[text]
     program = BUILT_IN[text] if text in BUILT_IN else _load(text)
     return Variant(program, program.shapes or {}, {})
 
@@ -204,7 +206,7 @@ def _load(text: str) -> Program:
         there = " or ".join(f"{text}:{n}" for n in programs) or "@cz.epilogue above a function"
         raise Fault(f"{text} is a file, and one program is wanted: write {there}")
     if not place or not name:
-        built_in = ", ".join((*BUILT_IN, *VARIANTS))
+        built_in = ", ".join((*BUILT_IN, *LIBRARY))
         raise Fault(
             f"unknown target {text!r}: one of {built_in}, FILE.py:function, module:function"
         )
