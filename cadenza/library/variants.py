@@ -108,8 +108,8 @@ VARIANTS: dict[str, Variant] = {
     ),
 }  # fmt: skip
 
-# What `cz.ops.linear_cross_entropy` calls for each chunk: of rows, or if it is lean of classes, once
-# for the loss and once for the gradients of x and w. V is then the classes of a chunk.
+# What `cz.ops.linear_cross_entropy` calls for each chunk: of rows, or if it is lean of classes,
+# once for the loss and once for the gradients of x and w. V is then the classes of a chunk.
 LOGITS = {name: LINEAR[name] for name in ("x", "w", "target")}
 OF_TERMS = {"own_weight": "M 1", "mean_weight": "1 1", "shift": "M 1"}
 GIVEN = {name: STATISTICS[name] for name in ("top", "total", "scale", "own")}
