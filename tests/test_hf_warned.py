@@ -54,8 +54,9 @@ def told(model):
 def wrap_all(model, kind=Lora):
     """Wraps every projection of every layer."""
     torch.manual_seed(1)
+    paths = sorted(projections(model))
     for layer in layers_of(model):
-        for path in sorted(projections(model)):
+        for path in paths:
             owner, _, name = path.rpartition(".")
             setattr(layer.get_submodule(owner), name, kind(layer.get_submodule(path)))
     return model
@@ -193,6 +194,44 @@ def test_a_model_that_is_sharded_already(family):
         quietly(model)
     expected = outcome(twin, **batch())
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class Sealed(nn.Module):
+    """A wrapper that tells nothing of what is inside."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x):
+        return self.inside(x)
+
+
+SEALED = "is a test_hf_warned.Sealed, which doesn't tell its sizes"
+
+
+@each_family
+def test_wrappers_that_tell_no_sizes(family):
+    """Of one projection, whose layer is left alone then, and of all."""
+    model, twin = pair(family)
+    path, paths = sorted(projections(model))[0], projections(model)
+    owner, _, name = path.rpartition(".")
+    for one in (model, twin):
+        part = layers_of(one)[0].get_submodule(owner)
+        setattr(part, name, Sealed(getattr(part, name)))
+    report, said = told(model)
+    assert said == {path: SEALED}
+    assert [bool(entry.replaced) for entry in report.entries[:LAYERS]] == [False, True]
+    assert report.entries[0].left == (f"{path} {SEALED}",)
+    assert_near(outcome(model, **batch()), outcome(twin, **batch()))
+    model, twin = (wrap_all(one, Sealed) for one in pair(family))
+    report, said = told(model)
+    assert said == dict.fromkeys(paths - {path}, SEALED), "one of them was told of before"
+    assert [{*entry.left} for entry in report.entries[:LAYERS]] == [
+        {f"{path} {SEALED}" for path in paths}
+    ] * LAYERS
+    assert_near(outcome(model, **batch()), outcome(twin, **batch()))
+    quietly(model)
 
 
 def test_each_reason_is_told_once():

@@ -15,7 +15,13 @@ from cadenza.integrations.hf.layer import layer_forward
 from cadenza.integrations.hf.leaves import norm_kind
 from cadenza.integrations.hf.norm import norm_forward
 from cadenza.integrations.hf.plan import Plan, blocked, unusable, usable, warn_once
-from cadenza.integrations.hf.recognise import Unknown, is_plain_module, parameters_of, plan_of
+from cadenza.integrations.hf.recognise import (
+    Unknown,
+    Wrapped,
+    is_plain_module,
+    parameters_of,
+    plan_of,
+)
 from cadenza.integrations.hf.replace import (
     PLAN,
     accelerate_module,
@@ -102,6 +108,8 @@ def _layer(path: str, layer: nn.Module, tried: dict[Any, bool]) -> Entry:
     kind = type(layer).__name__
     try:
         plan = _tried(layer, tried)
+    except Wrapped as wrapped:
+        return Entry(path, kind, (), wrapped.found, warned=wrapped.found)
     except Unknown as reason:
         return Entry(path, kind, (), (str(reason),))
     parts = usable(layer, plan)

@@ -25,9 +25,18 @@ class Unknown(Exception):
     """Why a module is left alone."""
 
 
+class Wrapped(Unknown):
+    """By path, what stands in the place of projections and doesn't tell their sizes."""
+
+    def __init__(self, found: dict[str, str]) -> None:
+        self.found = tuple(f"{path} is a {kind}" for path, kind in found.items())
+        super().__init__("; ".join(self.found))
+
+
 def plan_of(layer: nn.Module) -> Plan:
     """The plan of a decoder layer. Raises Unknown, with the reason, for any other module."""
     form = _form(layer)
+    _check_sizes(layer, form)
     norms = [layer.get_submodule(path) for path in form.norms if path]
     heads = _head_norms(layer, form)
     kind = _one_kind([*norms, *(layer.get_submodule(path) for path in heads)])
@@ -68,6 +77,16 @@ def _check_parameters(layer: nn.Module, form: Form) -> None:
         own = [*layer.get_submodule(path)._parameters]
         if own:
             raise Unknown(f"{path or 'the layer'} has parameters of its own: {', '.join(own)}")
+
+
+def _check_sizes(layer: nn.Module, form: Form) -> None:
+    found = {}
+    for path in (*form.projections, form.output, *form.up, form.down):
+        kind = type(module := layer.get_submodule(path))
+        if not any(hasattr(base(module), name) for name in ("nf", "out_features")):
+            found[path] = f"{kind.__module__}.{kind.__qualname__}, which doesn't tell its sizes"
+    if found:
+        raise Wrapped(found)
 
 
 def _head_norms(layer: nn.Module, form: Form) -> tuple[str, ...]:
