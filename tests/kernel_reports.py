@@ -29,8 +29,10 @@ from cadenza.core.trace import Operand, Signature
 from cadenza.library import specialize
 from cadenza.library.blocks import BUILT_IN
 from cadenza.library.cross_entropy import linear_cross_entropy
+from cadenza.tools import target
+from cadenza.tools.explain import explain
 
-LOSSES, NUMBERS = "losses", "numbers"
+LOSSES, NUMBERS, LIBRARY = "losses", "numbers", "library"
 TERMS = (
     {},
     {"bias": True, "label_smoothing": 0.1, "z_loss": 1e-3},
@@ -94,6 +96,9 @@ def plans(task: Task) -> Iterator[tuple[str, Plan]]:
     if NUMBERS in task.blocks:
         yield "numbers", plan_of_numbers(task.dtype)
         return
+    if LIBRARY in task.blocks:
+        yield from plans_of_the_library(task.dtype)
+        return
     for name in task.blocks or BUILT_IN:
         pair = large_call(name, task.dtype).pair()
         yield f"{name} forward", pair.forward_plan
@@ -106,6 +111,15 @@ def plan_of_numbers(dtype: str) -> Plan:
     sizes = {"x": ("M", 256), "w": (256, 256), "r": ("M", 1)}
     operands = tuple(Operand(name, *size, dtype) for name, size in sizes.items())
     return compile_program(every_number, Signature(operands)).forward_plan
+
+
+def plans_of_the_library(dtype: str) -> Iterator[tuple[str, Plan]]:
+    """The plans of every program that `cadenza explain` knows, but the built-in blocks."""
+    for name in target.LIBRARY:
+        pair = explain(target.find_target(name, dtype=dtype)).text.pair
+        yield f"{name} forward", pair.forward_plan
+        if pair.backward_plan is not None:
+            yield f"{name} backward", pair.backward_plan
 
 
 def plans_of_losses() -> Iterator[tuple[str, Plan]]:
@@ -130,12 +144,12 @@ def plans_of_losses() -> Iterator[tuple[str, Plan]]:
 
 def launches(task: Task) -> Iterator[tuple[str, Launch]]:
     """Launches with default configurations, each of equal ones once; float32 is cut to tf32."""
-    target, seen = replace(Target.named(task.target), tf32=task.dtype == "float32"), set()
+    gpu, seen = replace(Target.named(task.target), tf32=task.dtype == "float32"), set()
     for name, plan in plans(task):
-        steps = Program(plan, target=target).steps
+        steps = Program(plan, target=gpu).steps
         given = [(k, step) for k, step in enumerate(steps) if isinstance(step, Launch)]
         for position, launch in given[: task.kernels or None]:
-            key = str((launch.source, launch.signature(target.tma), launch.constants(target.tma)))
+            key = str((launch.source, launch.signature(gpu.tma), launch.constants(gpu.tma)))
             if key not in seen:
                 seen.add(key)
                 yield f"{name} step {position} ({task.dtype})", launch
@@ -143,13 +157,13 @@ def launches(task: Task) -> Iterator[tuple[str, Launch]]:
 
 def compiled(task: Task, name: str, launch: Launch) -> Compiled:
     """One kernel."""
-    target = Target.named(task.target)
+    gpu = Target.named(task.target)
     title = f"{name}, {getattr(launch, 'configuration', getattr(launch, 'strip', ''))}"
     try:
-        found = report(launch, target)
+        found = report(launch, gpu)
     except CompilationError as error:
         return Compiled(task.target, title, (), [str(error)])
-    return Compiled(task.target, title, found, found.faults(target))
+    return Compiled(task.target, title, found, found.faults(gpu))
 
 
 def main(number: int, tasks: Sequence[Task], out: Path) -> None:

@@ -19,7 +19,9 @@ from hf_models import (
 from transformers.cache_utils import DynamicCache
 
 import cadenza as cz
-from cadenza.integrations.hf.layer import ROWS, SEQUENCES
+from cadenza.integrations.hf import layer as hf_layer
+from cadenza.integrations.hf.layer import DECODED, ROWS, STEP
+from cadenza.integrations.hf.plan import Plan
 from cadenza.integrations.hf.run import Run
 
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
@@ -72,10 +74,25 @@ def test_decoding_a_few_rows_takes_the_models_own_path():
     assert not runs_programs(model, input_ids=tokens)
     assert torch.equal(model(tokens).logits, twin(tokens).logits)
     assert runs_programs(model, input_ids=batch(1, ROWS)["input_ids"])
-    tokens = batch(SEQUENCES - 1, 1)["input_ids"]
-    assert not runs_programs(model, input_ids=tokens)
-    assert torch.equal(model(tokens).logits, twin(tokens).logits)
-    assert runs_programs(model, input_ids=batch(SEQUENCES, 1)["input_ids"])
+    for length in (1, 2, STEP):  # of a step, a token or several that are verified together
+        few = batch(DECODED // length - 1, length)["input_ids"]
+        assert not runs_programs(model, input_ids=few)
+        assert torch.equal(model(few).logits, twin(few).logits)
+        assert runs_programs(model, input_ids=batch(DECODED // length, length)["input_ids"])
+
+
+def test_a_call_of_few_rows_looks_at_nothing_of_its_layers(monkeypatch):
+    """The stock path with a wrapper around it is what most decoding takes."""
+    model, _ = accelerated_pair()
+    tokens = batch(2, 1)["input_ids"]
+    asked, given, usable = [], Plan.given, hf_layer.usable
+    monkeypatch.setattr(hf_layer, "usable", lambda *own: asked.append(own) or usable(*own))
+    monkeypatch.setattr(Plan, "given", lambda *own: asked.append(own) or given(*own))
+    with torch.no_grad():
+        model(tokens)
+        assert not asked
+        model(batch()["input_ids"])
+    assert asked
 
 
 def test_a_prompt_with_a_cache_and_tokens_after_it():
@@ -112,7 +129,7 @@ def watched(cache):
 def test_a_cache_is_given_tokens_as_the_twins_is(family):
     """Where many sequences are decoded at a time, which programs do."""
     model, twin = accelerated_pair(family)
-    tokens = batch(SEQUENCES, 5)["input_ids"]
+    tokens = batch(DECODED, 5)["input_ids"]
     found = {}
     with torch.no_grad():
         for one in (model, twin):

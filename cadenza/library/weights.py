@@ -138,6 +138,19 @@ class _Joined(torch.autograd.Function):
 # --- where weights lie ----------------------------------------------------------------------------
 
 
+def show_apart(state: dict[str, Any], groups: Iterable[Group]) -> None:
+    """Gives the weights of groups storages of their own in a state_dict, of the same memory.
+
+    Who writes a state_dict takes tensors of one storage for one weight under several names, and
+    leaves all names but one out: safetensors and accelerate do.
+    """
+    places = {weight.data_ptr() for group in groups if all(map(is_plain, group)) for weight in group}
+    for name, found in state.items() if places else ():
+        here = type(found) is Tensor and found.device.type in ("cpu", "cuda") and found.numel() > 0
+        if here and found.data_ptr() in places and not _is_alone(found):
+            state[name] = torch.from_dlpack(found)
+
+
 def put_together(weights: Group) -> None:
     """Puts weights into one storage, one behind another; they stay parameters of their own.
 

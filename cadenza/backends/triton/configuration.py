@@ -141,11 +141,15 @@ def _power(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-def strip(width: int, unit: int, holds: bool) -> Strip:
-    """How a kernel without a product goes over `width` columns; it may have to hold whole rows."""
+def strip(width: int, unit: int, holds: bool, lanes: int = 1) -> Strip:
+    """How a kernel without a product goes over `width` columns of each of its lanes.
+
+    It may have to hold whole rows.
+    """
     across = _power(width)
     if holds:
-        found = Strip(BM=max(1, 4096 // across), W=across, warps=4 if across <= 4096 else 8)
+        warps = 4 if across * lanes <= 4096 else 8
+        found = Strip(BM=max(1, 4096 // across), W=across, warps=warps)
     else:
         # An H200 moves most bytes a second with rows of 512 bytes and little of each program; with
         # sums over groups of columns that many don't fit the registers.

@@ -289,10 +289,11 @@ class Program:
         body = self._body(kernel, layout, holds)
         title, text = self._text(kernel)
         source = pointwise_source(body, title, text)
-        across = layout.width // (2 if layout.pairs else 1)
+        lanes = 2 if layout.pairs else 1
+        across = layout.width // lanes
         if next_power(across) > ROW_LIMIT and holds:
             raise Unsupported(f"rows of {layout.width} columns held by one program")
-        cut = cut or self._choice(kernel, Strip) or strip(across, source.unit, holds)
+        cut = cut or self._choice(kernel, Strip) or strip(across, source.unit, holds, lanes)
         launch = PointwiseLaunch(source, self, kernel, cut, holds)
         launch.reason = reason
         return [launch]

@@ -23,11 +23,12 @@ from cadenza.integrations.hf.run import Run
 from cadenza.integrations.hf.weights import LayerWeights
 from cadenza.library.autocast import autocast_dtype
 
-# Calls of fewer rows (tokens of all sequences together), and steps of decoding, a token each, of
-# fewer sequences take the model's own path. Of two layers of width 4096, an H200 took for a step of
-# 64, 128 and 256 sequences 1.06, 1.00 and 0.85 of the time where Python launches, and 0.73, 0.74
-# and 0.78 on the device, which decides in a CUDA graph.
-ROWS, SEQUENCES = 64, 128
+# Calls of fewer rows (tokens of all sequences together) take the model's own path: steps of
+# decoding, of STEP tokens of a sequence at most, and longer ones. Of two layers of width 4096, an
+# H200 took for a step of 64, 128 and 256 sequences 1.06, 1.00 and 0.85 of the time where Python
+# launches, and 0.73, 0.74 and 0.78 on the device, which decides in a CUDA graph.
+DECODED, ROWS = 128, 64
+STEP = 16  # a token, or several that are guessed and verified together
 # What makes a layer do what no program does, where it is given and true.
 OTHERWISE = ("output_attentions", "encoder_hidden_states")
 
@@ -37,8 +38,10 @@ def layer_forward(stock: Any) -> Forward:
 
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plan = self.__dict__.get(PLAN)
-        parts = frozenset() if plan is None else serving(self, plan, args, kwargs)
+        plan, x = self.__dict__.get(PLAN), args[0] if args else kwargs.get("hidden_states")
+        if plan is None or x is None or is_few(x):  # as soon as can be: Python's time decides here
+            return stock.forward(self, *args, **kwargs)
+        parts = serving(self, plan, args, kwargs)
         if not parts:
             return stock.forward(self, *args, **kwargs)
         return Run(self, plan, parts, LayerWeights(self))(*args, **kwargs)
@@ -72,13 +75,19 @@ def _tell(layer: nn.Module, plan: Plan, parts: frozenset[str]) -> None:
         warn_once(f"{path} {reason}" for path, reason in blocked(layer, plan).items())
 
 
+def is_few(x: Tensor) -> bool:
+    """Whether an input `[..., S, D]` has so few rows that the model's own path is the faster one."""
+    shape = x.shape
+    least = DECODED if len(shape) > 2 and shape[-2] <= STEP else ROWS
+    return x.numel() < least * shape[-1]
+
+
 def is_served(x: Tensor) -> bool:
     """Whether an input has enough rows, and nobody is tracing for another use than running."""
-    # Not `torch.compiler.is_exporting()`, which some releases take for true in all they compile.
-    if getattr(torch.compiler, "_is_exporting_flag", False) or torch.jit.is_tracing():
+    if is_few(x):
         return False
-    least = SEQUENCES if x.dim() > 2 and x.shape[-2] == 1 else ROWS
-    return x.numel() >= least * x.shape[-1]
+    # Not `torch.compiler.is_exporting()`, which some releases take for true in all they compile.
+    return not (getattr(torch.compiler, "_is_exporting_flag", False) or torch.jit.is_tracing())
 
 
 def _fits(layer: nn.Module, plan: Plan, parts: frozenset[str], x: Tensor) -> bool:

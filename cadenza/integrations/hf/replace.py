@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cadenza.library.weights import kept_together, put_together
+from cadenza.library.weights import kept_together, put_together, show_apart
 
 # Attributes of an accelerated module: what is known of it, and what was last warned of.
 PLAN, TOLD = OWN = "_cadenza", "_cadenza_told"
@@ -49,6 +49,7 @@ def _derived(stock: Any, forward: Forward, groups: Groups) -> type:
         "__reduce_ex__": _reduce,
         "__deepcopy__": _copy,
         "_apply": _apply,
+        "state_dict": _state_dict,
         "groups_together": groups,
         "accelerates": stock,
         "forward": forward,
@@ -76,6 +77,12 @@ def _copy(module: Any, memo: dict[int, Any]) -> Any:
 def _apply(module: Any, *args: Any, **kwargs: Any) -> Any:
     with kept_together(module.groups_together):
         return module.accelerates._apply(module, *args, **kwargs)
+
+
+def _state_dict(module: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    found: dict[str, Any] = module.accelerates.state_dict(module, *args, **kwargs)
+    show_apart(found, module.groups_together())
+    return found
 
 
 def is_accelerated(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from cadenza.library.weights import kept_together, put_together
+from cadenza.library.weights import kept_together, put_together, show_apart
 
 
 class Joint(nn.Module):
@@ -32,6 +32,12 @@ class Joint(nn.Module):
             given = [_parameter(self._modules.get(projection), name) for projection in self.joint]
             found.append([parameter for parameter in given if parameter is not None])
         return [group for group in found if len(group) == len(self.joint)]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As `nn.Module`'s; the joint projections' tensors have storages of their own there."""
+        found: dict[str, Any] = super().state_dict(*args, **kwargs)
+        show_apart(found, self.groups())
+        return found
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         with kept_together(self.groups):
