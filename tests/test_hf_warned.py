@@ -207,7 +207,7 @@ class Sealed(nn.Module):
         return self.inside(x)
 
 
-SEALED = "is a test_hf_warned.Sealed, which doesn't tell its sizes"
+SEALED = "is a test_hf_warned.Sealed, which doesn't tell its sizes (out_features, or a base_layer)"
 
 
 @each_family

@@ -40,6 +40,7 @@ WRONG = {
     "tokens": ({"token_weights": torch.ones(12)}, "token_weights [12]", "one number a target"),
     "trained": ({"weight": torch.ones(9).requires_grad_()}, "requires a gradient", "detach()"),
     "items": ({"num_items_in_batch": torch.ones(1)}, "a Tensor [1]", "tensor.sum()"),
+    "fewer than no items": ({"num_items_in_batch": -3}, "num_items_in_batch=-3", "0 or more"),
     "items by name": ({"num_items_in_batch": "7"}, "a str", "a number"),
     "items and sum": ({"num_items_in_batch": 7, "reduction": "sum"}, "'sum'", "reduction='mean'"),
     "device": ({"bias": torch.ones(9, device="meta")}, "bias on meta", "bias.to(x.device)"),

@@ -182,9 +182,12 @@ def test_the_number_of_items_divides_the_sum(number, lean):
 
 @each_form
 @pytest.mark.parametrize("number", [0, 0.0, torch.tensor(0)], ids=repr)
-def test_no_item_at_all_is_a_loss_of_zero(number, lean):
+@pytest.mark.parametrize("ignored", [True, False])
+def test_no_item_at_all_is_a_loss_of_zero(ignored, number, lean):
+    """Whether or not there are rows that would count."""
     case = example({"num_items_in_batch": number})
-    case.operands["target"].fill_(-100)
+    if ignored:
+        case.operands["target"].fill_(-100)
     loss, *gradients = case.run(linear_cross_entropy, lean=lean)
     assert loss == 0
     assert all((gradient == 0).all() for gradient in gradients)

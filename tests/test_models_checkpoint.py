@@ -195,8 +195,8 @@ def test_fields_follow_sizes_that_were_changed():
     fewer = replace(config, layers=2)
     assert fields_of(fewer)["num_hidden_layers"] == 2
     assert config_of(fields_of(fewer)) == fewer
-    part = replace(config, head_dim=128, rotary=cz.ops.Rotary(64, scaling="linear", factor=2.0))
-    assert config_of(fields_of(part)) == part
+    other = replace(config, head_dim=128, rotary=cz.ops.Rotary(128, scaling="linear", factor=2.0))
+    assert config_of(fields_of(other)) == other
 
 
 @pytest.mark.parametrize(
@@ -211,6 +211,7 @@ def test_fields_follow_sizes_that_were_changed():
         ({"quantization_config": {"bits": 4}}, "asks for quantization_config {'bits': 4}"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "asks for layer_types"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+        ({"partial_rotary_factor": 0.5}, "of Hugging Face rotates whole heads: take Rotary"),
         ({"num_key_value_heads": 3}, "heads 4 is not divisible by key_value_heads 3"),
         ({"hidden_size": "many"}, "width is 'many', not a positive whole number"),
     ],

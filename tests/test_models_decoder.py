@@ -1,6 +1,7 @@
 """`cz.models.Decoder` beside its stock twin, and what a model must stand in training."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -216,6 +217,26 @@ def test_both_kinds_are_built_with_the_same_weights_in_any_dtype(family):
 def test_sizes_that_do_not_fit_name_the_cure(sizes, said):
     with pytest.raises(ValueError, match=said):
         tiny_config(**sizes)
+
+
+def test_heads_that_are_rotated_in_part_are_not_written_as_another_model(tmp_path):
+    """Hugging Face's would rotate them whole, whatever its config.json said."""
+    model = cz.models.Decoder(replace(tiny_config(), rotary=cz.ops.Rotary(8)))
+    with pytest.raises(
+        cz.models.CheckpointError, match=r"8 columns in heads of \d+, where a .* rotates whole"
+    ):
+        cz.models.save(model, tmp_path / "model")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_options_of_a_loss_without_targets_are_refused():
+    """As somebody gives them who comes from another library."""
+    model, tokens = cz.models.Decoder(tiny_config()), torch.zeros(1, 4, dtype=torch.int64)
+    for name, value in (("labels", tokens), ("attention_mask", tokens), ("reduction", "sum")):
+        with pytest.raises(TypeError, match=f"{name} without targets: .* give targets too"):
+            model(tokens, **{name: value})
+    with pytest.raises(TypeError, match="attention_mask"):
+        model(tokens, tokens, attention_mask=tokens)
 
 
 def test_every_family_has_an_architecture_of_layers():

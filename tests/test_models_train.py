@@ -217,6 +217,22 @@ def test_a_resumed_run_equals_an_unbroken_one_without_its_start(start, tmp_path,
             assert twin.read_bytes() == path.read_bytes(), path.name
 
 
+@pytest.mark.slow
+def test_what_somebody_puts_beside_a_model_stays_there(start, tmp_path):
+    assert train(tmp_path / "run", start, "--steps", 1) == 0
+    model = tmp_path / "run" / "model"
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "notes").mkdir()
+    (model / "notes" / "why.txt").write_text("so")
+    (model / "model-00001-of-00002.safetensors").write_bytes(b"of another size")
+    before = (model / "model.safetensors").read_bytes()
+    assert main(["train", "--out", str(tmp_path / "run"), "--resume", "--steps", "2"]) == 0
+    assert (model / "tokenizer_config.json").read_text() == "{}"
+    assert (model / "notes" / "why.txt").read_text() == "so"
+    assert not (model / "model-00001-of-00002.safetensors").exists()
+    assert (model / "model.safetensors").read_bytes() != before
+
+
 def test_a_checkpoint_says_what_model_it_is_of(finished, start):
     checkpoint = load_checkpoint(finished)
     assert checkpoint.architecture == json.loads((start / "config.json").read_text())

@@ -56,7 +56,7 @@ def test_resuming_where_there_is_nothing(refused, tmp_path):
     (tmp_path / "empty").mkdir()
     for name in ("empty", "missing"):
         line = refused("train", "--out", name, "--resume")
-        assert f"{name} holds no checkpoint to resume: leave --resume out to start one" in line
+        assert f"{name} holds no checkpoint to resume: leave --resume out to start a run" in line
 
 
 @pytest.mark.parametrize("left", [0, 4, 100, 5000, -1])

@@ -69,6 +69,14 @@ def test_every_kernel_of_losses_fits_hopper(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_every_kernel_of_the_library_fits(tmp_path: Path) -> None:
+    """Programs that `cadenza explain` knows beside the blocks; one of them holds rows of pairs."""
+    found = reports([Task(name, blocks=["library"]) for name in ("sm_86", "sm_90")], tmp_path)
+    assert len(found) > 400
+    assert_fits(found)
+
+
+@pytest.mark.slow
 def test_kernels_with_every_number_fit_every_target(tmp_path: Path) -> None:
     found = reports([Task(name, blocks=["numbers"]) for name in NAMES], tmp_path)
     assert {f.target for f in found} == set(NAMES)

@@ -10,6 +10,7 @@ the block linear_loss.
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import Any
 
@@ -20,12 +21,7 @@ from cadenza.library.autocast import autocast_dtype, without_autocast
 from cadenza.library.fakes import fake
 from cadenza.library.function import constant
 from cadenza.library.lean import lean_losses
-from cadenza.library.loss_arguments import (
-    check_form,
-    check_items,
-    check_tensors,
-    check_terms,
-)
+from cadenza.library.loss_arguments import check_form, check_items, check_tensors, check_terms
 from cadenza.library.loss_batch import (
     ALONE,
     TRAINED,
@@ -182,8 +178,10 @@ def _count(operands: Operands, ignore_index: int) -> Tensor:
 
 
 def _but_zero(number: float | Tensor) -> float | Tensor:
-    """The number, 1 for 0: what nothing is divided by."""
-    return torch.where(number == 0, 1, number) if isinstance(number, Tensor) else float(number) or 1
+    """The number, infinity for 0: what is divided by no items is 0, and so are its gradients."""
+    if not isinstance(number, Tensor):
+        return float(number) or math.inf
+    return torch.where(number == 0, math.inf, number)
 
 
 @torch._dynamo.assume_constant_result

@@ -87,6 +87,12 @@ def check_items(number: Any, reduction: str) -> None:
             "a number, or a tensor without dimensions",
             "num_items_in_batch=tensor.sum()",
         )
+    if is_number(number) and not number >= 0:  # of a tensor a GPU would have to be waited for
+        raise wrong(
+            f"num_items_in_batch={number!r}",
+            "a number of items, 0 or more",
+            "num_items_in_batch=(target != ignore_index).sum()",
+        )
 
 
 def check_tensors(x: Tensor, w: Tensor, target: Tensor, optional: Mapping[str, Any]) -> None:

@@ -144,7 +144,8 @@ def show_apart(state: dict[str, Any], groups: Iterable[Group]) -> None:
     Who writes a state_dict takes tensors of one storage for one weight under several names, and
     leaves all names but one out: safetensors and accelerate do.
     """
-    places = {weight.data_ptr() for group in groups if all(map(is_plain, group)) for weight in group}
+    plain = [group for group in groups if all(map(is_plain, group))]
+    places = {weight.data_ptr() for group in plain for weight in group}
     for name, found in state.items() if places else ():
         here = type(found) is Tensor and found.device.type in ("cpu", "cuda") and found.numel() > 0
         if here and found.data_ptr() in places and not _is_alone(found):

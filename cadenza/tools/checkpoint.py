@@ -64,7 +64,10 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in `folder`; raises Fault where there is none, or none that is intact."""
     path = folder / FILE
     if not path.is_file():
-        raise Fault(f"{folder} holds no checkpoint to resume: leave --resume out to start one")
+        raise Fault(
+            f"{folder} holds no checkpoint to resume: leave --resume out to start a run, "
+            "in another folder where this one holds a run's other files"
+        )
     try:
         header, tensors = _read(path)
         settings = Settings(**header["settings"])

@@ -16,7 +16,7 @@ from cadenza.tools.launcher import shell_line
 from cadenza.tools.loop import advance
 from cadenza.tools.progress import Pace, clock, progress
 from cadenza.tools.runs import MODEL, SAMPLE, Run, resume_run, start_run
-from cadenza.tools.settings import DEFAULT_STEPS, SMALL
+from cadenza.tools.settings import BYTEWISE, DEFAULT_STEPS, SMALL
 from cadenza.tools.trainer import Trainer
 from cadenza.tools.whole import export
 
@@ -48,6 +48,9 @@ def _announce(run: Run) -> None:
     unit = f"{corpus.tokenizer.unit}s"
     print(f"run in {run.folder}: {count:,} parameters, seed {run.trainer.settings.seed}")
     print(f"{len(corpus.training):,} {unit} to train on, {len(corpus.held_out):,} held out")
+    settings = run.trainer.settings
+    if settings.init is not None and settings.tokenizer == BYTEWISE:
+        print("tokens are bytes: if --init learned others, add --tokenizer with its tokenizer.json")
     if run.trainer.step:
         print(f"resumed after step {run.trainer.step}", flush=True)
 

@@ -128,10 +128,20 @@ def architecture_of(model: nn.Module) -> dict[str, Any] | None:
     return fields_of(model.config) if isinstance(model, Decoder) else None
 
 
-def export(model: nn.Module, folder: Path, tokenizer: str) -> None:
-    """Write a whole model to a folder as Hugging Face has it, in place of what it held before.
+def _keep_others(old: Path, new: Path) -> None:
+    """Takes along what somebody has put beside a model: whatever no model is written as."""
+    for path in old.iterdir() if old.is_dir() else ():
+        ours = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
+        if not ours and not (new / path.name).exists():
+            copy = shutil.copytree if path.is_dir() else shutil.copy2
+            copy(path, new / path.name)
 
-    Its tokenizer.json goes with it. Raises Fault, with the old folder in place, where that fails.
+
+def export(model: nn.Module, folder: Path, tokenizer: str) -> None:
+    """Write a whole model to a folder as Hugging Face has it, in place of the one it held before.
+
+    Its tokenizer.json goes with it, and files that somebody else has put there stay. Raises Fault,
+    with the old folder in place, where that fails.
     """
     new = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(new, ignore_errors=True)
@@ -141,6 +151,7 @@ def export(model: nn.Module, folder: Path, tokenizer: str) -> None:
         published.save(model, new)
         if tokenizer != BYTEWISE:
             shutil.copyfile(tokenizer, new / TOKENIZER)
+        _keep_others(folder, new)
         shutil.rmtree(folder, ignore_errors=True)
         new.rename(folder)
     except (CheckpointError, OSError) as error:

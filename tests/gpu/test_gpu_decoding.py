@@ -1,8 +1,8 @@
 """Decoding with a cache is not slower than the stock model: what the row count of its path is for.
 
 One token each of a few sequences, of as many as first take programs, and of twice as many, two
-layers of width 4096. Both the time in which Python launches a step and that of its kernels, which is what
-counts in a CUDA graph, are held and printed.
+layers of width 4096. Both the time in which Python launches a step and that of its kernels, which
+is what counts in a CUDA graph, are held and printed.
 """
 
 import copy

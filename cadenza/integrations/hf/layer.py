@@ -76,7 +76,7 @@ def _tell(layer: nn.Module, plan: Plan, parts: frozenset[str]) -> None:
 
 
 def is_few(x: Tensor) -> bool:
-    """Whether an input `[..., S, D]` has so few rows that the model's own path is the faster one."""
+    """Whether an input `[..., S, D]` has so few rows that the model's own path is as fast."""
     shape = x.shape
     least = DECODED if len(shape) > 2 and shape[-2] <= STEP else ROWS
     return x.numel() < least * shape[-1]

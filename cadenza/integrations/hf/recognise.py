@@ -19,6 +19,7 @@ from cadenza.integrations.hf.plan import NormKind, Plan
 from cadenza.integrations.hf.standin import forward_without_rotary, stock_class
 
 CONV = ("transformers.pytorch_utils", "Conv1D")
+UNTOLD = "which doesn't tell its sizes (out_features, or a base_layer)"
 
 
 class Unknown(Exception):
@@ -84,7 +85,7 @@ def _check_sizes(layer: nn.Module, form: Form) -> None:
     for path in (*form.projections, form.output, *form.up, form.down):
         kind = type(module := layer.get_submodule(path))
         if not any(hasattr(base(module), name) for name in ("nf", "out_features")):
-            found[path] = f"{kind.__module__}.{kind.__qualname__}, which doesn't tell its sizes"
+            found[path] = f"{kind.__module__}.{kind.__qualname__}, {UNTOLD}"
     if found:
         raise Wrapped(found)
 

@@ -218,6 +218,7 @@ def save(model: Decoder, folder: str | os.PathLike[str], *, shard_bytes: int = S
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is no empty folder: choose a new one")
+    fields_of(model.config)  # what can't be said there is refused before anything is written
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:

@@ -29,7 +29,15 @@ class Head(nn.Linear):
     """The output layer, and the loss of its logits: `weight` `[vocabulary, width]`."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None, **loss: Any) -> Tensor:
-        """Logits `[..., vocabulary]` of x `[..., width]`, or their loss against targets `[...]`."""
+        """Logits `[..., vocabulary]` of x `[..., width]`, or their loss against targets `[...]`.
+
+        Raises TypeError for options of a loss without targets.
+        """
+        if targets is None and loss:
+            raise TypeError(
+                f"{', '.join(loss)} without targets: options belong to a loss, give targets too "
+                "(an attention mask or labels of another library's shape are none of them)"
+            )
         if targets is None:
             return F.linear(x, self.weight)
         return linear_cross_entropy(x, self.weight, targets, **loss)

@@ -52,7 +52,7 @@ def config_of(fields: Mapping[str, Any]) -> DecoderConfig:
     heads = sizes["heads"]
     head_dim = fields.get("head_dim") or HEAD_DIM.get(family) or sizes["width"] // heads
     try:
-        return DecoderConfig(
+        config = DecoderConfig(
             family=family, **sizes, head_dim=head_dim,
             key_value_heads=fields.get("num_key_value_heads") or heads,
             rotary=Rotary.of({**fields, "head_dim": head_dim}),
@@ -61,6 +61,18 @@ def config_of(fields: Mapping[str, Any]) -> DecoderConfig:
         )  # fmt: skip
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise CheckpointError(f"config.json: {error}") from error
+    _check_whole(config)
+    return config
+
+
+def _check_whole(config: DecoderConfig) -> None:
+    """Of these families transformers rotates whole heads, whatever a config.json says."""
+    if config.rotary.columns != config.head_dim:
+        raise CheckpointError(
+            f"config.json: rotary embedding of {config.rotary.columns} columns in heads of "
+            f"{config.head_dim}, where a {config.family} of Hugging Face rotates whole heads: take "
+            f"Rotary({config.head_dim}, ...), or torch.save the state_dict of such a model"
+        )
 
 
 def _family(fields: Mapping[str, Any]) -> str:
@@ -95,7 +107,11 @@ def _check_plain(fields: Mapping[str, Any], family: str) -> None:
 
 
 def fields_of(config: DecoderConfig) -> dict[str, Any]:
-    """The config.json of those sizes; the published one where it says the same."""
+    """The config.json of those sizes; the published one where it says the same.
+
+    Raises CheckpointError for heads that are rotated in part.
+    """
+    _check_whole(config)
     if config.published is not None and config_of(config.published) == config:
         return dict(config.published)
     return {
@@ -121,6 +137,4 @@ def _rotary_fields(config: DecoderConfig) -> dict[str, Any]:
         names = ROTARY_NAMES if rotary.scaling == "llama3" else {"factor": ROTARY_NAMES["factor"]}
         numbers = {name: getattr(rotary, own) for name, (own, _) in names.items()}
         fields["rope_scaling"] = {"rope_type": rotary.scaling, **numbers}
-    if rotary.columns != config.head_dim:
-        fields["partial_rotary_factor"] = rotary.columns / config.head_dim
     return fields
