@@ -119,15 +119,17 @@ def test_28_checkpointing_changes_no_bit(reentrant, place):
 
 @each_family
 def test_compiled_in_one_graph(family, place):
+    """Losses of several batches, logits and every gradient."""
     model, twin = accelerated_pair(place, family, BRAIN)
-    given = {"input_ids": batch(2, LENGTH, place.device)["input_ids"]}
-    exact = {"logits": copy.deepcopy(twin).double()(**given).logits}
+    given = [batch(2, LENGTH, place.device, seed) for seed in range(6)]
+    exact = outcome_with_losses(copy.deepcopy(twin).double(), given)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True)
     with launches() as made:
-        ours = {"logits": compiled(**given).logits}
+        ours = outcome_with_losses(compiled, given)
     assert len(made), "nothing ran by Triton"
-    assert_as_good(ours, {"logits": twin(**given).logits}, exact, BRAIN)
+    found = {name.removeprefix("_orig_mod."): value for name, value in ours.items()}
+    assert_as_good(found, outcome_with_losses(twin, given), exact, BRAIN)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from block_operands import cast
-from calls import BRAIN, SINGLE, check_as_good_as_torch, launches, upstream_of
-from programs import assert_close, error_of
+from calls import BRAIN, SINGLE, check_as_good_as_torch, launches, named, upstream_of
+from programs import assert_close
 from stock_layers import MAKES, StockLayer
 from stock_programs import operands
 from torch import nn
@@ -55,10 +55,61 @@ def test_layers_are_as_good_as_their_twins(make, dtype, place):
         ours = module is layer
         stream = module(low, None, *(given or ()))[0] if ours else module(low, given)
         stream.square().mean().backward()
-        found.append((stream.detach(), low.grad))
+        gradients = {name: weight.grad.clone() for name, weight in module.named_parameters()}
+        found.append({"stream": stream.detach(), "x": low.grad, **gradients})
         module.zero_grad()
-    for oracle, stock, actual in zip(*found, strict=True):
-        assert error_of(actual, oracle) <= 2 * error_of(stock, oracle)
+    exact, by_torch, actual = found
+    if make == "gpt2":  # without rotation it shifts all scores of a query alike: its gradient is 0
+        for values in found:
+            del values["self_attn.k_proj.bias"]
+    assert actual.keys() == exact.keys()
+    for name, value in actual.items():
+        with named(name):
+            if dtype == BRAIN or name in ("stream", "x"):
+                assert_close(value, exact[name], by_torch[name])
+            else:  # of sums over 130 rows one order is as good as another
+                assert (value - exact[name]).norm() <= 1e-5 * exact[name].norm()
+
+
+def module_cases(device):
+    """Modules that no layer holds beside their twins of torch, and their input."""
+    x, target = torch.randn(2, 65, 256), torch.randint(640, (2, 65))
+    linear, norm, head = nn.Linear(256, 384), nn.LayerNorm(256), nn.Linear(256, 640)
+    gelu = cz.nn.Linear(256, 384, activation="gelu")
+
+    def loss_of(x):
+        z = head(x).to(torch.promote_types(x.dtype, SINGLE))
+        return nn.functional.cross_entropy(z.flatten(0, 1), target.flatten())
+
+    entropy = cz.nn.LinearCrossEntropy(256, 640, bias=True)
+    cases = {
+        "Linear": (gelu, linear, gelu, lambda x: nn.functional.gelu(linear(x))),
+        "LayerNorm": (ours := cz.nn.LayerNorm(256), norm, ours, norm),
+        "LinearCrossEntropy": (entropy, head, lambda x: entropy(x, target), loss_of),
+    }
+    return x.to(device), cases
+
+
+@pytest.mark.parametrize("name", ["Linear", "LayerNorm", "LinearCrossEntropy"])
+def test_modules_are_as_good_as_torchs(name, place):
+    with torch.device(place.device):
+        x, cases = module_cases(place.device)
+    ours, twin, call, stock = cases[name]
+    ours.load_state_dict(twin.state_dict())
+    found = []
+    for module, wanted, run in ((twin, torch.float64, stock), (twin, BRAIN, stock),
+                                (ours, BRAIN, call)):  # fmt: skip
+        module.to(BRAIN).to(wanted)
+        low = x.to(BRAIN).to(wanted).requires_grad_()
+        module.zero_grad()
+        y = run(low)
+        y.square().mean().backward()
+        gradients = {n: weight.grad.clone() for n, weight in module.named_parameters()}
+        found.append({"y": y.detach(), "x": low.grad, **gradients})
+    exact, by_torch, actual = found
+    for label, value in actual.items():
+        with named(label):
+            assert_close(value, exact[label], by_torch[label].to(value.dtype))
 
 
 @pytest.mark.interpreted

@@ -7,7 +7,7 @@ rows, runs that are equal, graphs that are captured, memory.
 import pytest
 import torch
 from block_operands import cast
-from calls import BRAIN, SINGLE, check_same, launches, poison_free_memory
+from calls import BRAIN, HALF, SINGLE, check_same, launches, poison_free_memory
 from loss_options import EVERYTHING, REDUCTIONS, Example, each_form, each_reduction, example, oracle
 from programs import assert_close
 from test_gpu_memory import free_bytes
@@ -19,7 +19,6 @@ from cadenza.library.loss_batch import Batch
 pytestmark = pytest.mark.gpu
 PAST = 2**31
 linear_cross_entropy = cz.ops.linear_cross_entropy
-each_dtype = pytest.mark.parametrize("dtype", [BRAIN, SINGLE], ids=str)
 
 
 def loss_case(place, options, dtype=None, rows=300, classes=1000, width=128):
@@ -57,15 +56,18 @@ def test_01_gradients_of_many_chunks_are_as_exact_as_torchs(reduction, lean, pla
         assert_close(value, exact[name], own[name])
 
 
+SOME = {"bias": True, "label_smoothing": 0.1, "z_loss": 1e-3}
+CASES = {"even": (1000, SOME), "odd": (1003, SOME), "every term": (1000, EVERYTHING)}
+
+
 @pytest.mark.interpreted
 @each_form
-@each_dtype
+@pytest.mark.parametrize("dtype", [BRAIN, HALF, SINGLE], ids=str)
 @each_reduction
-@pytest.mark.parametrize("classes", [1000, 1003], ids=["even", "odd"])
-def test_03_gradients_for_random_incoming_ones(classes, reduction, dtype, lean, place):
+@pytest.mark.parametrize(("classes", "terms"), CASES.values(), ids=CASES)
+def test_03_gradients_for_random_incoming_ones(classes, terms, reduction, dtype, lean, place):
     """Of many chunks, ignored rows among them; 1003 columns are not a multiple of anything."""
-    options = {"bias": True, "label_smoothing": 0.1, "z_loss": 1e-3, **reduction}
-    case = loss_case(place, options, dtype, classes=classes)
+    case = loss_case(place, {**terms, **reduction}, dtype, classes=classes)
     wide = Example(cast(case.operands, torch.float64), case.options)
     exact, own = run(place, wide, oracle), run(place, case, oracle)
     for name, value in run(place, case, lean=lean, chunk=8 if place.interpreted else 64).items():
@@ -197,6 +199,35 @@ def test_18_numbers_of_tokens(rows, reduction, lean, place):
         torch.testing.assert_close(
             value.double(), expected[name].double(), rtol=1e-4, atol=1e-4, equal_nan=True, msg=name
         )
+
+
+@pytest.mark.alone
+def test_16_a_sum_over_logits_of_more_than_2_to_the_31_elements(place):
+    """One chunk of them, whose gradients forward has already; beside chunks that are smaller."""
+    rows, width, classes = 40_000, 64, 65_536
+    assert rows * classes > PAST
+    if free_bytes() < 60e9:
+        pytest.skip("needs 60 GB of a GPU's memory")
+    case = loss_case(place, {"reduction": "sum"}, BRAIN, rows, classes, width)
+    found, expected = (run(place, case, chunk=chunk) for chunk in (rows, 4096))
+    for name, value in found.items():
+        error = (value.double() - expected[name].double()).norm()
+        assert error <= 2.0**-7 * expected[name].double().norm(), name
+
+
+@pytest.mark.alone
+def test_16_a_weight_gradient_of_more_than_2_to_the_31_elements(place):
+    rows, columns, tokens = 65_536, 40_000, 64
+    assert rows * columns > PAST
+    if free_bytes() < 40e9:
+        pytest.skip("needs 40 GB of a GPU's memory")
+    x = torch.randn(tokens, columns, device=place.device).to(BRAIN)
+    dy = torch.randn(tokens, rows, device=place.device).to(BRAIN)
+    gradient = torch.full((rows, columns), 3.0, dtype=SINGLE, device=place.device)
+    cz.ops.accumulate_weight_gradient(gradient, x, dy)
+    for row in (0, PAST // columns - 1, PAST // columns + 1, rows - 1):
+        exact = 3.0 + dy[:, row].double() @ x.double()
+        assert (gradient[row].double() - exact).norm() <= 1e-5 * exact.norm(), row
 
 
 @pytest.mark.alone

@@ -200,7 +200,7 @@ def test_the_current_device_stays(place):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("warm", [True, False], ids=["after cuda:0", "first of all"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "lm-head"])
-def test_tensors_on_another_gpu_than_the_current_one(name, warm, template, place):
+def test_31_tensors_on_another_gpu_than_the_current_one(name, warm, template, place):
     block, arguments, upstream = call_of(name, place, rows=65 if warm else 66)
     if warm:
         results(block, arguments, upstream)

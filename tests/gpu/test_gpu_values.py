@@ -35,6 +35,7 @@ from template_choice import PINGPONG, PLAIN, TOGETHER, each_block_by_a_template
 
 import cadenza as cz
 from cadenza import lang as L
+from cadenza.backends.triton.launches import ProductLaunch
 from cadenza.core.errors import ProgramError
 from cadenza.library.blocks import BUILT_IN
 
@@ -61,6 +62,17 @@ def test_blocks_of_aligned_sizes_are_as_good_as_torch(name, dtype, template, pla
     with launches() as made:
         check_as_good_as_torch(block, arguments, upstream_of(block.plain, arguments))
     assert len(made), "nothing ran by Triton"
+
+
+@each_block
+def test_blocks_of_float32_as_tf32_are_as_good_as_torch(name, place, monkeypatch):
+    """Products round their operands as torch's do where one of its switches allows it."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    ran, run = [], ProductLaunch.run
+    monkeypatch.setattr(ProductLaunch, "run", lambda step, on: ran.append(step) or run(step, on))
+    block, arguments = BUILT_IN[name], operands(name, 129, place, SINGLE, ALIGNED)
+    check_as_good_as_torch(block, arguments, upstream_of(block.plain, arguments))
+    assert ran, "no product ran by Triton"
 
 
 @pytest.mark.interpreted
