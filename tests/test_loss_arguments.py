@@ -36,8 +36,12 @@ WRONG = {
     "cap of nothing": ({"softcap": 0.0}, "softcap=0.0", "softcap=None"),
     "no index": ({"ignore_index": None}, "ignore_index=None", "ignore_index=-100"),
     "bias": ({"bias": torch.ones(8)}, "bias [8]", "bias [V]"),
-    "classes": ({"weight": torch.ones(8)}, "weight [8]", "one number a class"),
-    "tokens": ({"token_weights": torch.ones(12)}, "token_weights [12]", "one number a target"),
+    "classes": ({"weight": torch.ones(8)}, "weight [8]", "weight of shape [9]"),
+    "tokens": (
+        {"token_weights": torch.ones(12)},
+        "token_weights [12]",
+        "token_weights of shape [13]",
+    ),
     "trained": ({"weight": torch.ones(9).requires_grad_()}, "requires a gradient", "detach()"),
     "items": ({"num_items_in_batch": torch.ones(1)}, "a Tensor [1]", "tensor.sum()"),
     "fewer than no items": ({"num_items_in_batch": -3}, "num_items_in_batch=-3", "0 or more"),
@@ -64,6 +68,8 @@ TARGETS = {
     ),
     "int32": (lambda target: target.int(), "target of torch.int32", "target.long()"),
     "another shape": (lambda target: target[1:], "target [12]", "target [...]"),
+    "one target less": (lambda target: target[1:], "target [12]", "x[..., :-1, :]"),
+    "flat": (lambda target: target[:, None], "target [13, 1]", "target.view(13)"),
 }
 
 

@@ -229,6 +229,11 @@ def test_heads_that_are_rotated_in_part_are_not_written_as_another_model(tmp_pat
     assert not [*tmp_path.iterdir()]
 
 
+def test_checkpointing_of_what_has_no_layers_names_the_cure():
+    with pytest.raises(TypeError, match=r"of a Linear: give a model with layers at model\.layers"):
+        cz.models.checkpoint_layers(torch.nn.Linear(2, 2))
+
+
 def test_options_of_a_loss_without_targets_are_refused():
     """As somebody gives them who comes from another library."""
     model, tokens = cz.models.Decoder(tiny_config()), torch.zeros(1, 4, dtype=torch.int64)

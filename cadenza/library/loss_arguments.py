@@ -107,12 +107,16 @@ def check_tensors(x: Tensor, w: Tensor, target: Tensor, optional: Mapping[str, A
         raise wrong(
             f"x {list(x.shape)}, w {list(w.shape)}, target {list(target.shape)}",
             "x [..., D], w [V, D], target [...]",
+            _fitting(x, w, target),
         )
     shapes = {"bias": w.shape[:1], "weight": w.shape[:1], "token_weights": target.shape}
     check_plain(tuple(operands), tuple(operands.values()), STOCK)
     for name, value in given.items():
         if value.shape != shapes[name]:
-            raise wrong(f"{name} {list(value.shape)}", OPTIONAL[name])
+            wanted = ", ".join(map(str, shapes[name]))
+            alike = value.numel() == shapes[name].numel()
+            cure = f"{name}.view({wanted})" if alike else f"{name} of shape [{wanted}]"
+            raise wrong(f"{name} {list(value.shape)}", OPTIONAL[name], cure)
     for name, value in {"w": w, "target": target, **given}.items():
         if value.device != x.device:
             found = f"x on {x.device}, {name} on {value.device}"
@@ -123,6 +127,19 @@ def check_tensors(x: Tensor, w: Tensor, target: Tensor, optional: Mapping[str, A
             "one that doesn't: as in torch, the weight gets none",
             "weight.detach()",
         )
+
+
+def _fitting(x: Tensor, w: Tensor, target: Tensor) -> str:
+    """What to write where shapes of x, w and target don't fit: the likeliest slip."""
+    rows = x.shape[:-1]
+    if x.dim() and w.dim() == 2 and x.shape[-1] == w.shape[0] != w.shape[1]:
+        return "w.T"
+    if target.numel() == rows.numel() and target.shape != rows:
+        return f"target.view({', '.join(map(str, rows))})"
+    one_less = rows and target.dim() and rows[-1] == target.shape[-1] + 1
+    if one_less and rows[:-1] == target.shape[:-1]:
+        return "x[..., :-1, :], of the rows that have a target"
+    return "a target for each row of x, and a w of as many columns as x"
 
 
 def _check_target(target: Tensor) -> None:

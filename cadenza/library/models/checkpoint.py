@@ -57,7 +57,11 @@ def load(
 
 def read_config(folder: str | os.PathLike[str]) -> DecoderConfig:
     """The sizes that config.json in a folder says. Raises CheckpointError."""
+    if not isinstance(folder, str | os.PathLike):
+        raise CheckpointError(f"{folder!r} is no folder: give the path of a checkpoint's folder")
     path = Path(folder, CONFIG)
+    if path.parent.is_file():
+        raise CheckpointError(f"{folder} is a file: give the folder that it is in")
     fields = _read_json(path)
     try:
         return config_of(fields)
@@ -74,6 +78,7 @@ def load_weights(
     dtype: torch.dtype | None = None,
 ) -> Decoder:
     """A model of that kind and those sizes, with a folder's weights. Raises as `load` does."""
+    _check_asked(device, dtype)
     with torch.device("meta"):
         model = kind(config)
     folder = Path(folder)
@@ -93,6 +98,18 @@ def load_weights(
 
 
 # --- reading --------------------------------------------------------------------------------------
+
+
+def _check_asked(device: Place, dtype: torch.dtype | None) -> None:
+    """Raises CheckpointError for a dtype of no weights, or a device that isn't here."""
+    if dtype is not None and dtype not in DTYPES.values():
+        names = ", ".join(map(str, DTYPES.values()))
+        raise CheckpointError(f"dtype={dtype!r} is none of weights: choose one of {names}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        said = str(error).splitlines()[0]
+        raise CheckpointError(f"device={device!r} is not here ({said}): choose 'cpu'") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -215,6 +232,15 @@ def save(model: Decoder, folder: str | os.PathLike[str], *, shard_bytes: int = S
     The folder is there whole or not at all. Raises CheckpointError for a folder that holds files,
     and where writing fails.
     """
+    if not isinstance(getattr(model, "config", None), DecoderConfig):
+        raise CheckpointError(
+            f"a {type(model).__name__} has no sizes that a config.json says: save a "
+            "cz.models.Decoder, or torch.save the state_dict"
+        )
+    if not isinstance(shard_bytes, int) or shard_bytes < 1:
+        raise CheckpointError(
+            f"shard_bytes={shard_bytes!r} is no number of bytes: write shard_bytes=5 * 10**9"
+        )
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is no empty folder: choose a new one")

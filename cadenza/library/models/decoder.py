@@ -143,6 +143,12 @@ def checkpoint_layers(model: nn.Module) -> None:
 
     The model's memory for a step is then its layers' inputs and one layer's values; its time grows
     by a forward pass. No bit of a loss or a gradient changes. `model.model.layers` are its layers.
+    Raises TypeError for a model that has none.
     """
+    if not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
+        raise TypeError(
+            f"cz.models.checkpoint_layers of a {type(model).__name__}: give a model with layers at "
+            "model.layers, as cz.models.Decoder; of other modules use torch.utils.checkpoint"
+        )
     for layer in model.model.layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
