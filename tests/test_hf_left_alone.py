@@ -198,7 +198,9 @@ def test_33_an_unknown_layer_is_left_alone():
     assert report.entries[0].replaced == ()
     assert report.entries[0].left[0].startswith("its parts are those of no layer that is known: ")
     assert report.entries[1].replaced != ()
-    assert [entry.path for entry in report.entries if entry.kind == "LlamaModel"] == []
+    [stack] = [entry for entry in report.entries if entry.kind == "LlamaModel"]
+    assert (stack.path, stack.replaced) == ("model", ())
+    assert stack.left == ("mask of plain causal batches: some of its layers are left alone",)
 
 
 CHANGES = {

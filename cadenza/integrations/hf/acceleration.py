@@ -150,10 +150,14 @@ def _stack(path: str, model: nn.Module) -> Iterator[Entry]:
     """What holds a list of accelerated layers: its mask, and the norms beside the list."""
     above, _, name = path.rpartition(".")
     stack, layers = model.get_submodule(above), model.get_submodule(path)
-    whole = isinstance(layers, nn.ModuleList) and all(map(is_accelerated, layers))
-    if whole and hasattr(stack, "config") and "forward" not in stack.__dict__:
-        accelerate_module(stack, StackPlan(name, parameters_of(stack)), stack_forward)
-        yield Entry(above, type(stack).__name__, ("mask of plain causal batches",))
+    known = isinstance(layers, nn.ModuleList) and hasattr(stack, "config")
+    if known and "forward" not in stack.__dict__:
+        kind, mask = type(stack).__name__, "mask of plain causal batches"
+        if all(map(is_accelerated, layers)):
+            accelerate_module(stack, StackPlan(name, parameters_of(stack)), stack_forward)
+            yield Entry(above, kind, (mask,))
+        else:
+            yield Entry(above, kind, (), (f"{mask}: some of its layers are left alone",))
     for own, child in stack.named_children():
         if "Norm" in type(child).__name__:
             yield from _norm(f"{above}.{own}" if above else own, child)
