@@ -157,7 +157,7 @@ STOCK = {
 
 def operands(name: str, rows: int, sizes: Mapping[str, int] = SIZES) -> Operands:
     """The arguments of one call of a variant over `rows` rows, in float32."""
-    program, shapes, constants = VARIANTS[name]
+    program, shapes, constants, *_ = VARIANTS[name]
     sizes = {**sizes, **(WIDE_HEADS if name == "qkv-partial" else {})}
     sizes = {**sizes, "R": sizes["HD"] // 2, "head_dim": sizes["HD"], "A": sizes["H"] * sizes["HD"],
              "N": (sizes["H"] + 2 * sizes["KV"]) * sizes["HD"]}  # fmt: skip
