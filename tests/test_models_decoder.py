@@ -238,7 +238,7 @@ def test_options_of_a_loss_without_targets_are_refused():
     """As somebody gives them who comes from another library."""
     model, tokens = cz.models.Decoder(tiny_config()), torch.zeros(1, 4, dtype=torch.int64)
     for name, value in (("labels", tokens), ("attention_mask", tokens), ("reduction", "sum")):
-        with pytest.raises(TypeError, match=f"{name} without targets: .* give targets too"):
+        with pytest.raises(TypeError, match=f"{name} without targets: .* give targets"):
             model(tokens, **{name: value})
     with pytest.raises(TypeError, match="attention_mask"):
         model(tokens, tokens, attention_mask=tokens)

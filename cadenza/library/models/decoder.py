@@ -35,8 +35,8 @@ class Head(nn.Linear):
         """
         if targets is None and loss:
             raise TypeError(
-                f"{', '.join(loss)} without targets: only a loss takes options, so give targets too; "
-                "the model itself takes tokens and cumulative_lengths"
+                f"{', '.join(loss)} without targets: only a loss takes options, so give targets "
+                "too; the model itself takes tokens and cumulative_lengths"
             )
         if targets is None:
             return F.linear(x, self.weight)
