@@ -71,8 +71,9 @@ def test_every_kernel_of_losses_fits_hopper(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_kernel_of_the_library_fits(tmp_path: Path) -> None:
     """Programs that `cadenza explain` knows beside the blocks; one of them holds rows of pairs."""
-    found = reports([Task(name, blocks=["library"]) for name in ("sm_86", "sm_90")], tmp_path)
-    assert len(found) > 400
+    names = ("sm_86", "sm_90", "sm_120", "gfx942")
+    found = reports([Task(name, blocks=["library"]) for name in names], tmp_path)
+    assert len(found) > 800
     assert_fits(found)
 
 

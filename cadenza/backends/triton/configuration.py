@@ -215,7 +215,7 @@ DEFAULTS = {
         whole_grouped=Configuration(32, 128, 32, warps=4, stages=2),
     ),
     "amd": Defaults(
-        ((3, Configuration(128, 128, 32, warps=8, stages=2)),),
+        ((2, Configuration(128, 128, 32, warps=8, stages=2)),),
         heavy=Configuration(128, 64, 64, warps=8, stages=2),
         near=Configuration(128, 64, 64, warps=8, stages=2),
         half=Configuration(128, 64, 64, warps=8, stages=2),
@@ -227,7 +227,7 @@ DEFAULTS = {
 DEFAULTS["workstation"] = DEFAULTS["ampere"]._replace(
     steps=(
         (1, Configuration(128, 256, 32, warps=8, stages=3, parts=2)),
-        (7, Configuration(128, 128, 32, warps=8, stages=3, parts=2)),
+        (7, Configuration(128, 128, 64, warps=8, stages=2, parts=2)),
         (8, Configuration(128, 128, 32, warps=8, stages=3, parts=4)),
     ),
     near=Configuration(128, 128, 32, warps=8, stages=3, parts=2, boxes=("load",)),
