@@ -30,7 +30,7 @@ DOTS_PER_INCH = 120
 BASES = ("bare", "compile", "eager")  # what bars are against: the first of these that there is
 COLORS = {name: f"C{place}" for place, name in enumerate(VARIANTS)}
 MARKS = {"ours": "o", "compile": "s", "autotune": "D", "bare": "x"}
-LABELLED = 24  # bars that there is room to write a number over
+LABELLED = 32  # bars that there is room to write a number over, in a wider picture
 # Text stays text and names are those of the last drawing, so that a picture changes with its data.
 SVG = {"svg.fonttype": "none", "svg.hashsalt": "cadenza"}
 
@@ -71,9 +71,10 @@ def bars(title: str, records: Sequence[Record], form: str = "png") -> bytes:
         name: [_over(case, name, base) for case in rows] for name in variants if name != base
     }
     count = len(rows) * (len(heights) + 1)
-    figure = Figure(figsize=(max(8.0, 0.25 * count), 5), layout="constrained")
+    labelled = count <= LABELLED
+    figure = Figure(figsize=(max(8.0, count / (3 if labelled else 4)), 5), layout="constrained")
     axes = figure.subplots()
-    _draw_bars(axes, heights, labelled=count <= LABELLED)
+    _draw_bars(axes, heights, labelled=labelled)
     axes.axhline(1.0, color="black", linewidth=1, label=base)
     axes.set_xticks(
         range(len(rows)),
