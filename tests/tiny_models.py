@@ -23,7 +23,8 @@ each_tying = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied
 
 def tiny_config(family="llama", tied=True, **sizes):
     """A configuration of few numbers, with everything in it that the published ones have."""
-    return cz.models.DecoderConfig(family=family, tied=tied, rotary=ROTARY, **SIZES | sizes)
+    given = {"rotary": ROTARY, **SIZES, **sizes}
+    return cz.models.DecoderConfig(family=family, tied=tied, **given)
 
 
 def tiny(config=None, dtype=torch.float32):

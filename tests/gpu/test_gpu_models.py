@@ -1,12 +1,13 @@
 """Whole models on a GPU: values against the stock twin, the command, weights there and back."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from calls import BRAIN, SINGLE, launches
 from small_runs import metrics
-from tiny_models import each_family, gradients, tiny, tiny_config
+from tiny_models import ROTARY, each_family, gradients, tiny, tiny_config
 
 import cadenza as cz
 from cadenza.tools.cli import main
@@ -15,7 +16,10 @@ from cadenza.tools.runs import fresh_settings
 from cadenza.tools.trainer import Trainer, build_model
 
 pytestmark = pytest.mark.gpu
-ALIGNED = {"width": 256, "heads": 4, "feed_forward": 384, "head_dim": 64, "vocabulary": 640}
+ALIGNED = {
+    "width": 256, "heads": 4, "feed_forward": 384, "head_dim": 64, "vocabulary": 640,
+    "rotary": replace(ROTARY, columns=64),
+}  # fmt: skip
 CLOSE = 1e-2  # of a loss: attention may sum in another order from run to run
 
 

@@ -113,9 +113,7 @@ def default(facts: Facts, target: Target) -> Configuration:
     if facts.unit > 1:
         cut = cuts.whole_grouped if facts.itemsize == 4 else cuts.grouped
     elif facts.itemsize == 4:
-        rounded = target.tf32 and target.backend == "cuda"
-        boxes = () if family(target) == "blackwell" else cuts.heavy.boxes  # there they spill
-        cut = replace(cuts.heavy, BK=32, boxes=boxes) if rounded else cuts.whole
+        cut = cuts.nearest if target.tf32 else cuts.whole
     elif facts.near or facts.half:
         cut = cuts.near if facts.near else cuts.half
     else:
@@ -162,8 +160,8 @@ class Defaults(NamedTuple):
 
     `heavy` is for those above, `near` for pairs within a tile, `half` for a product that is joined
     to pairs, `grouped` for sums over groups of
-    columns, `whole` for products of float32 that are not rounded to tf32, `whole_grouped` for
-    float32 with such sums.
+    columns, `nearest` for products of float32 whose factors are rounded to tf32, `whole` for others
+    of float32, `whole_grouped` for float32 with such sums.
     """
 
     steps: tuple[tuple[int, Configuration], ...]
@@ -171,6 +169,7 @@ class Defaults(NamedTuple):
     near: Configuration
     half: Configuration
     grouped: Configuration
+    nearest: Configuration
     whole: Configuration
     whole_grouped: Configuration
 
@@ -199,6 +198,7 @@ DEFAULTS = {
         # An H200 reads the saved halves faster by pointers.
         half=Configuration(128, 128, 64, warps=8, stages=4, parts=4),
         grouped=Configuration(128, 128, 64, warps=8, stages=4, boxes=("load",)),
+        nearest=Configuration(128, 128, 32, warps=8, stages=4, parts=4, boxes=("load",)),
         whole=Configuration(64, 64, 32, warps=4, stages=2, parts=2),
         whole_grouped=Configuration(32, 128, 32, warps=4, stages=2),
     ),
@@ -211,6 +211,7 @@ DEFAULTS = {
         near=Configuration(128, 128, 32, warps=8, stages=4, parts=2),
         half=Configuration(128, 64, 64, warps=8, stages=3, parts=2),
         grouped=Configuration(64, 128, 64, warps=8, stages=3),
+        nearest=Configuration(64, 64, 32, warps=4, stages=3, parts=4),
         whole=Configuration(64, 64, 32, warps=4, stages=2, parts=2),
         whole_grouped=Configuration(32, 128, 32, warps=4, stages=2),
     ),
@@ -220,6 +221,7 @@ DEFAULTS = {
         near=Configuration(128, 64, 64, warps=8, stages=2),
         half=Configuration(128, 64, 64, warps=8, stages=2),
         grouped=Configuration(64, 128, 64, warps=8, stages=2),
+        nearest=Configuration(64, 64, 32, warps=4, stages=2),
         whole=Configuration(64, 64, 32, warps=4, stages=2),
         whole_grouped=Configuration(16, 128, 32, warps=4, stages=2),
     ),
@@ -233,5 +235,6 @@ DEFAULTS["workstation"] = DEFAULTS["ampere"]._replace(
     near=Configuration(128, 128, 32, warps=8, stages=3, parts=2, boxes=("load",)),
 )
 DEFAULTS["blackwell"] = DEFAULTS["hopper"]._replace(
-    grouped=Configuration(32, 128, 64, warps=8, stages=4)
+    grouped=Configuration(32, 128, 64, warps=8, stages=4),
+    nearest=Configuration(128, 128, 32, warps=8, stages=3, parts=4),
 )

@@ -20,10 +20,15 @@ def tile_at(t, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def wide(x, WIDE: tl.constexpr):
-    """The operand of a product as it is, or in float32 where `tl.dot` can't take it."""
+def factor(x, WIDE: tl.constexpr, PRECISION: tl.constexpr):
+    """The operand of a product as it is, in float32 where `tl.dot` can't take it, or to the nearest
+    of tf32, to which `tl.dot` cuts: with both operands cut a product is 0.07 % too small.
+    """
     if WIDE:
         return x.to(tl.float32)
+    elif PRECISION == "tf32":
+        nearest = (tl.cast(x, tl.int32, bitcast=True) + 0x1000) & -0x2000
+        return tl.where(x == x, tl.cast(nearest, tl.float32, bitcast=True), x)
     else:
         return x
 
@@ -450,5 +455,6 @@ def product(
     for k in range(0, K, BK):
         x = _left(a, a_stride, i, k, ROWS, K, BM, BK, A_TMA, TA)
         y = _right(b, b_stride, j, k, N, K, BN, BK, B_TMA, TB, PAIRS, NATURAL)
-        acc = tl.dot(wide(x, WIDE), wide(y, WIDE), acc, input_precision=PRECISION)
+        x, y = factor(x, WIDE, PRECISION), factor(y, WIDE, PRECISION)
+        acc = tl.dot(x, y, acc, input_precision=PRECISION)
     return acc
