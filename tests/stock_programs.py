@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cadenza.library import programs
 from cadenza.library.accumulate import added_weight_gradient
+from cadenza.library.blocks import square_sum
 from cadenza.library.operands import size_of
 from cadenza.library.variants import VARIANTS
 
@@ -43,6 +44,11 @@ def activated(z: Tensor, name: str | None) -> Tensor:
         gate, up = z.chunk(2, -1)
         return GATES[name](gate) * up
     return ACTIVATIONS[name](z)
+
+
+def at_least_single(x: Tensor) -> Tensor:
+    """In float32, or as it is in float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def rms(x: Tensor, weight: Tensor, offset: float, eps: float) -> Tensor:
@@ -146,6 +152,7 @@ def sum_and_product_of_columns(gradient, dy, x, *, dtype):
 
 
 STOCK = {
+    square_sum: lambda x: at_least_single(x).square().sum(-1, keepdim=True),
     programs.norm: norm,
     programs.linear: linear,
     programs.qkv_projection: qkv_projection,

@@ -324,15 +324,17 @@ def declared(x, w, r=1.0, b=1.0):
     return L.swiglu(L.linear(x, w) * r) * b
 
 
-def wrong_size(name: str, found: str, expected: str) -> tuple[str, str, str, str]:
-    write = f"another tensor for {name}, or other shapes="
+def wrong_size(name: str, found: str, expected: str, *others: str) -> tuple[str, str, str, str]:
+    write = f"another tensor for {' or '.join([name, *others])}, or other shapes="
     return f"operand {name} has the wrong size", found, expected, write
 
 
 SIZES = [
-    (lambda: declared(X, tensor(12, 9)), wrong_size("w", "[12, 9]", "[2*F, D] with D = 8")),
+    (lambda: declared(X, tensor(12, 9)),
+     wrong_size("w", "[12, 9]", "[2*F, D] with D = 8, as x has it", "x")),
     (lambda: declared(X, tensor(13, 8)), wrong_size("w", "[13, 8]", "[2*F, D] with 2*F = 12")),
-    (lambda: declared(X, W, b=tensor(5)), wrong_size("w", "[12, 8]", "[2*F, D] with 2*F = 10")),
+    (lambda: declared(X, W, b=tensor(5)),
+     wrong_size("w", "[12, 8]", "[2*F, D] with 2*F = 10, as b has it", "b")),
     (lambda: declared(X, W, tensor(5, 2)), wrong_size("r", "[M, 2]", "[M, 1]")),
     (lambda: declared(X, W, b=tensor(2, 6)), wrong_size("b", "[2, 6]", "[1, F]")),
     (lambda: declared(X, W, tensor(4)), leading("r", "[4]", "[5, columns]")),

@@ -171,8 +171,8 @@ SINE = """\
 WIDTH = """\
 {line}: operand w has the wrong size
   found:    [12, 8]
-  expected: [2*F, D] with D = 7
-  write:    another tensor for w, or other shapes="""
+  expected: [2*F, D] with D = 7, as x has it
+  write:    another tensor for w or x, or other shapes="""
 
 
 def test_an_error_names_the_line_and_the_cure():

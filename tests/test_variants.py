@@ -25,6 +25,7 @@ from cadenza.tools.target import find_target
 
 # Products and pointwise kernels, forward and backward, and what is held beyond inputs and outputs.
 PLANS = {
+    "square-sum": ((0, 1), (0, 1), ""),
     "linear": ((1, 0), (2, 1), ""),
     "linear-swiglu": ((1, 0), (2, 1), "acc1"),
     "linear-residual": ((1, 0), (2, 1), ""),

@@ -235,27 +235,38 @@ def _check_sizes(
         for token, actual in zip(shapes[operand.name].split(), operand[1:3], strict=True)
         if token != M
     ]
+    origins: dict[str, str] = {}  # the operands whose sizes the names have
     for operand, token, actual in sorted(pairs, key=lambda p: not p[1].isidentifier()):
+        before = set(sizes)
         expected = _evaluate(token, sizes, int(actual))
+        origins |= dict.fromkeys(sizes.keys() - before, operand.name)
         if expected != actual:
-            declared = f"[{', '.join(shapes[operand.name].split())}]"
+            others = sorted({o for n, o in origins.items() if n in _names(token)} - {operand.name})
+            either = " or ".join([operand.name, *others])
+            known = "" if token.isdigit() else f" with {token} = {expected}"
+            known += f", as {' and '.join(others)} has it" if others else ""
             raise ProgramError(
                 f"operand {operand.name} has the wrong size",
                 found=f"[{operand.rows}, {operand.columns}]",
-                expected=declared if token.isdigit() else f"{declared} with {token} = {expected}",
-                write=f"another tensor for {operand.name}, or other shapes=",
+                expected=f"[{', '.join(shapes[operand.name].split())}]{known}",
+                write=f"another tensor for {either}, or other shapes=",
             )
 
 
 def _evaluate(token: str, sizes: dict[str, int], actual: int) -> int:
     """The value of a declared size; a name not yet bound takes the value that makes it true."""
     tree = _parsed(token)
-    unknown = [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id not in sizes]
+    unknown = [name for name in _names(token) if name not in sizes]
     if not unknown:
         return _value(tree, sizes)
     unit = _value(tree, sizes | dict.fromkeys(unknown, 1))
     sizes[unknown[0]] = max(actual // max(unit, 1), 1)
     return _value(tree, sizes | {u: sizes.get(u, 1) for u in unknown})
+
+
+def _names(token: str) -> list[str]:
+    """The names in a declared size."""
+    return [node.id for node in ast.walk(_parsed(token)) if isinstance(node, ast.Name)]
 
 
 def size_of(token: str, sizes: Mapping[str, int]) -> int:

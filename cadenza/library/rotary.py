@@ -147,6 +147,8 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of each position and frequency: position ids `[...]` to two `[..., R]`.
 
+        cos[..., i] = cos(position · fᵢ), sin[..., i] = sin(position · fᵢ), fᵢ as `Rotary` says
+
     `config` is a `Rotary`, or a Hugging Face configuration (see `Rotary.of`); R is half of the
     columns that rotate. Computed in float64 on the positions' device and rounded to `dtype` once;
     programs take float32 tables beside bfloat16 values. Raises ValueError for a scaling that is not

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from cadenza.library import programs
 from cadenza.library.accumulate import added_weight_gradient
+from cadenza.library.blocks import square_sum
 from cadenza.library.function import Program
 from cadenza.library.loss_blocks import (
     LINEAR,
@@ -54,6 +55,7 @@ BRANCHES = {"attention_norm": "1 D", "feed_forward_norm": "1 D"}
 linear, qkv, decoder = programs.linear, programs.qkv_projection, programs.decoder_block
 
 VARIANTS: dict[str, Variant] = {
+    "square-sum": _variant(square_sum, {"x": "M D"}),
     "linear": _variant(linear, UP),
     **{f"linear-{name.replace('_', '-')}": _variant(linear, UP, activation=name) for name in PLAIN},
     **{

@@ -66,10 +66,11 @@ def decoder_block(x, y, w_output, w_up, w_down, *, b_output=None, b_up=None, b_d
     - both (Gemma 2): all of them, with norm_offset=1;
     - `parallel` (GPT-J, Cohere): norm of the layer's input, which its QKV projection uses, too.
 
-    Returns (x2, Σ x2² of each row `[..., 1]`, in float32): what the next layer's `qkv_projection`
-    and the last `norm` take as squares. `squares` are those of x, for a parallel layer. The two
-    branches drop by seeds of their own, seed and feed_forward_seed. Raises ProgramError for shapes,
-    dtypes and options that don't fit.
+    Operands are of one floating dtype, which x2 has as well; autocast casts those of products.
+    Returns (x2, Σ x2² of each row `[..., 1]`, in float32, float64 for float64): what the next
+    layer's `qkv_projection` and the last `norm` take as squares. `squares` are those of x, for a
+    parallel layer. The two branches drop by seeds of their own, seed and feed_forward_seed. Raises
+    ProgramError for shapes, dtypes and options that don't fit.
     """
     check_flag(parallel, "parallel")
     _check_squares(squares, parallel)
