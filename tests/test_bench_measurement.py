@@ -204,6 +204,12 @@ def test_a_timing_is_median_and_quartiles():
     assert found == {"us": 3.0, "quartiles": [2.0, 4.0], "samples": [1.0, 2.0, 3.0, 4.0, 100.0]}
 
 
+def test_a_median_lies_between_its_quartiles_whatever_is_rounded():
+    found = contest.timing([29.2e-6, 29.225e-6, 29.2257e-6, 29.2257e-6, 29.2257e-6])
+    assert found["us"] == 29.226
+    assert found["quartiles"] == [29.225, 29.226]
+
+
 def test_a_peak_is_what_a_call_holds_at_most():
     size = 64 * 2**20
     found = contest.peak([lambda: torch.ones(size, dtype=torch.uint8)], torch.device("cpu"))

@@ -85,8 +85,9 @@ def _measured(ready: dict[str, Calls], found: dict[str, Record], bench: Bench) -
 def timing(seconds: Sequence[float]) -> Record:
     """Samples as microseconds: median, quartiles, all."""
     all_of_them = [float(f"{1e6 * s:.6g}") for s in seconds]
-    lower, median, upper = statistics.quantiles(all_of_them, n=4, method="inclusive")
-    return {"us": round(median, 3), "quartiles": [lower, upper], "samples": all_of_them}
+    found = statistics.quantiles(all_of_them, n=4, method="inclusive")
+    lower, median, upper = (round(value, 3) for value in found)
+    return {"us": median, "quartiles": [lower, upper], "samples": all_of_them}
 
 
 def failure(error: BaseException) -> Record:
