@@ -51,7 +51,7 @@ def causal_attention(
     `softcap` c makes scores s c · tanh(s / c), as in Gemma 2. PyTorch has no kernel for it: scores
     are held in float32, about 10 bytes for each pair of tokens of each head until backward.
 
-    qkv is of any floating dtype, and so is the result; PyTorch's kernels sum in float32 at least.
+    qkv is of any floating dtype, and the result of the same.
     Raises ProgramError for shapes and numbers that don't fit. Lengths are looked at on a CPU at
     each call, and on a GPU where that spares the mask: once for each tensor, in inference mode at
     each call, for which the GPU is waited.

@@ -236,5 +236,5 @@ DEFAULTS["workstation"] = DEFAULTS["ampere"]._replace(
 )
 DEFAULTS["blackwell"] = DEFAULTS["hopper"]._replace(
     grouped=Configuration(32, 128, 64, warps=8, stages=4),
-    nearest=Configuration(128, 128, 32, warps=8, stages=3, parts=4),
+    nearest=Configuration(128, 128, 32, warps=8, stages=3, parts=4),  # 4 stages, or boxes, spill
 )
