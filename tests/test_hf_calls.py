@@ -1,6 +1,8 @@
 """The ways a model is called: generation, masks, positions, outputs, checkpoints, precisions."""
 
+import collections
 import functools
+import sys
 
 import pytest
 import torch
@@ -95,6 +97,81 @@ def test_a_call_of_few_rows_looks_at_nothing_of_its_layers(monkeypatch):
     assert asked
 
 
+def empty_cache(family):
+    """An argument: a cache that grows. Gemma makes a fixed one in some releases."""
+    # GPT-2 can't be given an empty one in every release.
+    return {} if family == "gpt2" else {"past_key_values": DynamicCache()}
+
+
+def python_calls(function):
+    """How many of Python's functions a call of a function calls."""
+    found = collections.Counter()
+
+    def heard(frame, event, argument):
+        found[event] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(heard)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return found["call"]
+
+
+@each_family
+def test_a_step_of_decoding_calls_hardly_more_of_python(family):
+    """Python's time is most of such a step's; a wrapper and a look at its rows are what it takes.
+
+    Two calls a layer and eight for a model: its own forward, its stack's, last norm's and head's,
+    with a look at what each is given; GPT-2 hands it on by position, which takes the eighth.
+    """
+    model, twin = accelerated_pair(family)
+    tokens, taken = batch(2, 1)["input_ids"], []
+    for one in (model.eval(), twin.eval()):
+        with torch.no_grad():
+            cache = one(tokens, use_cache=True, **empty_cache(family)).past_key_values
+            step = functools.partial(one, tokens, past_key_values=cache, use_cache=True)
+            step()
+            taken.append(python_calls(step))
+    more = taken[0] - taken[1]
+    assert 0 < more <= 2 * len(layers_of(model)) + 8
+
+
+def heard_calls(kind, patch):
+    """A list that gets an entry whenever a module of a class is called."""
+    calls, own = [], kind.forward
+    patch.setattr(kind, "forward", lambda *args, **kw: calls.append(1) or own(*args, **kw))
+    return calls
+
+
+@pytest.mark.parametrize("use", ["few", "checkpointed"])
+def test_the_models_own_path_takes_a_layer_as_often_as_the_twins(use, monkeypatch):
+    """Some releases wrap the forward of each class that is derived from a layer, ours too."""
+    model, twin = accelerated_pair()
+    tokens, counts = batch(2, 9), []
+    for one in (model, twin):
+        if use == "checkpointed":
+            one.gradient_checkpointing_enable({"use_reentrant": False})
+        with monkeypatch.context() as patch:
+            calls = heard_calls(type(layers_of(one)[0].self_attn), patch)
+            outcome(one, **tokens)
+        counts.append(len(calls))
+    assert counts == [4, 4] if use == "checkpointed" else counts == [2, 2]
+
+
+def test_a_forward_that_a_class_gets_later_is_taken(monkeypatch):
+    model, twin = accelerated_pair()
+    tokens = batch(2, 9)["input_ids"]
+    before = model(tokens).logits
+    kind = type(layers_of(twin)[0])
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x, **given: own(self, 2 * x, **given))
+    found, expected = model(tokens).logits, twin(tokens).logits
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, before)
+
+
 def test_a_prompt_with_a_cache_and_tokens_after_it():
     model, twin = accelerated_pair()
     tokens = batch(2, 100)["input_ids"]
@@ -133,9 +210,7 @@ def test_a_cache_is_given_tokens_as_the_twins_is(family):
     found = {}
     with torch.no_grad():
         for one in (model, twin):
-            # GPT-2 can't be given an empty one in every release, Gemma makes a fixed one in some.
-            given = {} if family == "gpt2" else {"past_key_values": DynamicCache()}
-            cache = one.eval()(tokens[:, :4], use_cache=True, **given).past_key_values
+            cache = one.eval()(tokens[:, :4], use_cache=True, **empty_cache(family)).past_key_values
             seen = watched(cache)
             assert runs_programs(one, input_ids=tokens[:, :1]) == (one is model)
             logits = one(tokens[:, 4:], past_key_values=cache, use_cache=True).logits

@@ -2,7 +2,8 @@
 
 One token each of a few sequences, of as many as first take programs, and of twice as many, two
 layers of width 4096. Both the time in which Python launches a step and that of its kernels, which
-is what counts in a CUDA graph, are held and printed.
+is what counts in a CUDA graph, are held and printed, beside a copy of the stock model, which tells
+what is noise.
 """
 
 import copy
@@ -18,13 +19,13 @@ from cadenza.integrations.hf.layer import DECODED
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
-PAST, STEPS, TURNS = 128, 12, 9
-NOISE = 1.05  # between medians of turns
+PAST, STEPS, TURNS = 128, 12, 24
+NOISE = 1.03  # between medians of turns
 
 
 @pytest.fixture(scope="module")
 def models():
-    """A stock model, and the same accelerated."""
+    """A stock model, a copy of it, and the same accelerated."""
     config = transformers.LlamaConfig(
         vocab_size=1024, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2,
         num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=4096,
@@ -33,7 +34,7 @@ def models():
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     ours = copy.deepcopy(made)
     assert cz.accelerate(ours).replaced
-    return made, ours
+    return made, copy.deepcopy(made), ours
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def of_kernels(model, prompt):
 @pytest.mark.parametrize("rows", [1, 8, DECODED, 2 * DECODED])
 def test_a_step_of_decoding_is_not_slower(rows, models, measured_kernels, capsys):
     prompt = torch.randint(0, 1024, (rows, PAST), device="cuda")
-    for model in (*models, *models):  # compiles and chooses, then launches what was chosen
+    for model in 2 * models:  # compiles and chooses, then launches what was chosen
         steps(model, prompt)
     found = {model: [] for model in models}
     for turn in range(TURNS):
@@ -82,7 +83,8 @@ def test_a_step_of_decoding_is_not_slower(rows, models, measured_kernels, capsys
     with capsys.disabled():
         print(
             f"\n{rows} sequences, a step: stock {wall[0]:.0f} µs, kernels {kernels[0]:.0f}; "
-            f"accelerated {wall[1]:.0f} µs, kernels {kernels[1]:.0f}", end="",
+            f"its copy {wall[1]:.0f} µs, kernels {kernels[1]:.0f}; "
+            f"accelerated {wall[2]:.0f} µs, kernels {kernels[2]:.0f}", end="",
         )  # fmt: skip
-    assert wall[1] <= NOISE * wall[0]
-    assert kernels[1] <= NOISE * kernels[0]
+    assert wall[2] <= NOISE * max(wall[:2])
+    assert kernels[2] <= NOISE * max(kernels[:2])

@@ -17,16 +17,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cadenza.integrations.hf.plan import Plan, is_given, module_at
+from cadenza.integrations.hf.plan import Plan, module_at, named
 from cadenza.integrations.hf.replace import PLAN, Forward
 from cadenza.integrations.hf.standin import StandIn
 from cadenza.library.attention_choice import chosen
 from cadenza.library.attention_heads import Heads
 from cadenza.library.attention_kernels import preferring
 
-# What makes a batch other than plain, where it is given.
+# What makes a batch other than plain, where it is given. Caches come first: a step of decoding,
+# where Python's time decides, is told by them.
 SPECIAL = (
-    "attention_mask", "position_ids", "past_key_values", "past_key_value", "cache",
+    "cache", "past_key_values", "past_key_value", "attention_mask", "position_ids",
     "encoder_hidden_states", "token_type_ids", "output_attentions", "output_hidden_states",
 )  # fmt: skip
 MASK = "attention_mask"
@@ -56,9 +57,11 @@ def stack_forward(stock: Any) -> Forward:
 
 def _is_plain(model: Any, plan: StackPlan, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call is of whole sequences, one a row, that nobody asks for attention weights."""
-    given = {**dict(zip(plan.parameters, args, strict=False)), **kwargs}
-    if any(is_given(given.get(name)) for name in SPECIAL):
-        return False
+    given = named(plan.parameters, args, kwargs) if args else kwargs
+    for name in SPECIAL:
+        value = given.get(name)
+        if value is not None and value is not False:  # may be a tensor
+            return False
     config = model.config
     asked = ("output_attentions", "output_hidden_states")
     return config._attn_implementation == "sdpa" and not any(

@@ -15,8 +15,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cadenza.integrations.hf.layer import is_served
-from cadenza.integrations.hf.plan import unusable
+from cadenza.integrations.hf.layer import is_few, is_traced
+from cadenza.integrations.hf.plan import named, unusable
 from cadenza.integrations.hf.replace import PLAN, Forward, is_accelerated
 from cadenza.integrations.hf.standin import StandIn
 from cadenza.library.autocast import autocast_dtype
@@ -39,10 +39,6 @@ class HeadPlan:
     parameters: tuple[str, ...]
     loss: tuple[Any, ...]
 
-    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """A call's arguments by name."""
-        return {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-
     def returns_logits(self, training: bool) -> bool:
         """Whether logits are returned beside a loss."""
         return not training if self.logits == "evaluation" else bool(self.logits)
@@ -64,7 +60,7 @@ def model_forward(stock: Any) -> Forward:
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         plan = self.__dict__.get(PLAN)
-        if plan is None or not _serves(self, plan, plan.given(args, kwargs)):
+        if plan is None or not _serves(self, plan, args, kwargs):
             return stock.forward(self, *args, **kwargs)
         wanted = plan.returns_logits(self.training)
         head = _Head(self.get_submodule(HEAD), model=self, wanted=wanted, softcap=plan.softcap)
@@ -90,8 +86,11 @@ def head_forward(stock: Any) -> Forward:
     return forward
 
 
-def _serves(model: Any, plan: HeadPlan, given: Mapping[str, Any]) -> bool:
+def _serves(model: Any, plan: HeadPlan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call has labels, and a head and loss that nobody has changed or watches."""
+    if kwargs.get("labels") is None and "labels" not in plan.parameters[: len(args)]:
+        return False  # as a step of decoding, where Python's time decides
+    given = named(plan.parameters, args, kwargs)
     keep = given.get("logits_to_keep", 0)
     if given.get("labels") is None or not (isinstance(keep, int) and keep == 0):
         return False
@@ -115,7 +114,7 @@ class _Head(StandIn):
     def _fits(self, hidden: Tensor) -> bool:
         """Whether programs do this loss: enough rows, of the weight's dtype."""
         same = hidden.dtype == self.stands_for.weight.dtype or autocast_dtype(hidden) is not None
-        return same and is_served(hidden)
+        return same and not is_few(hidden) and not is_traced()
 
     def loss(self, logits: Tensor, labels: Tensor, vocab_size: int = 0, **options: Any) -> Tensor:
         """As the model's loss function, which takes logits, from hidden states."""

@@ -18,7 +18,7 @@ from cadenza.integrations.hf.plan import (
     usable,
     warn_once,
 )
-from cadenza.integrations.hf.replace import PLAN, TOLD, Forward
+from cadenza.integrations.hf.replace import PLAN, TOLD, Forward, within_base
 from cadenza.integrations.hf.run import Run
 from cadenza.integrations.hf.weights import LayerWeights
 from cadenza.library.autocast import autocast_dtype
@@ -35,12 +35,14 @@ OTHERWISE = ("output_attentions", "encoder_hidden_states")
 
 def layer_forward(stock: Any) -> Forward:
     """The forward of accelerated layers of a class."""
+    whole, within = within_base(stock)
 
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         plan, x = self.__dict__.get(PLAN), args[0] if args else kwargs.get("hidden_states")
         if plan is None or x is None or is_few(x):  # as soon as can be: Python's time decides here
-            return stock.forward(self, *args, **kwargs)
+            own = stock.forward  # as it is now
+            return (within if own is whole else own)(self, *args, **kwargs)
         parts = serving(self, plan, args, kwargs)
         if not parts:
             return stock.forward(self, *args, **kwargs)
@@ -54,8 +56,8 @@ def serving(
 ) -> frozenset[str]:
     """The parts of this call that programs do."""
     given = plan.given(args, kwargs)
-    x = given["hidden_states"]
-    if not is_served(x) or any(is_given(given.get(name)) for name in OTHERWISE):
+    x = given["hidden_states"]  # of rows enough
+    if is_traced() or any(is_given(given.get(name)) for name in OTHERWISE):
         return frozenset()
     if torch.nn.modules.module._has_any_global_hook():  # somebody watches every module
         return frozenset()
@@ -82,12 +84,10 @@ def is_few(x: Tensor) -> bool:
     return x.numel() < least * shape[-1]
 
 
-def is_served(x: Tensor) -> bool:
-    """Whether an input has enough rows, and nobody is tracing for another use than running."""
-    if is_few(x):
-        return False
+def is_traced() -> bool:
+    """Whether somebody is tracing for another use than running."""
     # Not `torch.compiler.is_exporting()`, which some releases take for true in all they compile.
-    return not (getattr(torch.compiler, "_is_exporting_flag", False) or torch.jit.is_tracing())
+    return getattr(torch.compiler, "_is_exporting_flag", False) or torch.jit.is_tracing()
 
 
 def _fits(layer: nn.Module, plan: Plan, parts: frozenset[str], x: Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cadenza.integrations.hf.layer import is_served
+from cadenza.integrations.hf.layer import is_few, is_traced
 from cadenza.integrations.hf.replace import PLAN, Forward
 from cadenza.library import programs
 from cadenza.library.weights import is_plain
@@ -19,7 +19,7 @@ def norm_forward(stock: Any) -> Forward:
     @functools.wraps(stock.forward)
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         kind = self.__dict__.get(PLAN)
-        if kind is None or not is_served(hidden_states) or not _fits(self, hidden_states):
+        if kind is None or is_few(hidden_states) or is_traced() or not _fits(self, hidden_states):
             return stock.forward(self, hidden_states)
         return programs.norm(
             hidden_states, self.weight, getattr(self, "bias", None), kind=kind.kind,

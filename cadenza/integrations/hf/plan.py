@@ -64,7 +64,14 @@ class Plan:
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """A call's arguments by name."""
-        return {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        return named(self.parameters, args, kwargs)
+
+
+def named(
+    parameters: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A call's arguments by name."""
+    return {**dict(zip(parameters, args, strict=False)), **kwargs}
 
 
 def _paths(form: Form, head_norms: tuple[str, ...]) -> dict[str, list[str]]:

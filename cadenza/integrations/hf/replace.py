@@ -57,6 +57,19 @@ def _derived(stock: Any, forward: Forward, groups: Groups) -> type:
     return type(stock.__name__, (stock,), names)
 
 
+def within_base(stock: Any) -> tuple[Forward, Forward]:
+    """A class's forward, and the one in it around which its base puts what ours gets again.
+
+    A base class may wrap the forward of every class that is derived from it, in checkpointing for
+    example. Within ours, which it has wrapped, the stock one needs no wrapper of its own.
+    """
+    whole = stock.forward
+    again = type(stock.__name__, (stock,), {}).__dict__.get("forward")
+    if getattr(again, "__code__", None) is not getattr(whole, "__code__", again):
+        return whole, whole
+    return whole, getattr(whole, "__wrapped__", whole)
+
+
 def _reduce(module: Any, protocol: int) -> Any:
     """As the stock module is pickled."""
     stock = module.accelerates
