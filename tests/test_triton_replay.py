@@ -237,6 +237,22 @@ def on_a_cpu(empty_strided, *given, device, **named):
     return empty_strided(*given, **named)
 
 
+def test_a_value_that_is_written_over_an_input_lies_with_it():
+    """A launch that reads and writes one input, then one that reads what was written there."""
+    x, out = (torch.zeros(4, 8) for _ in range(2))
+    box, made = Descriptor(x, x.shape, x.stride(), (4, 8)), Direct()
+    launches = [
+        Noted(Launcher(made), (1, 1), [box, x, 8]),
+        Noted(Launcher(made), (2, 1), [x, out, 7]),
+    ]
+    found = replay(Recording([out], launches), [x], [out], [2], DEVICE)
+    first, second = found.launches
+    assert [m[:4] for m in first.maps] == [(0, 1, 0, 0)]
+    assert first.pointers == ((5, 1, 0),)
+    assert second.pointers == ((0, 1, 0), (1, 2, 0))
+    assert found.workspace == 0
+
+
 def test_what_can_not_be_repeated():
     recording, x, _, out = recorded()
     assert replay(recording, [x], [x], [0], DEVICE) is None  # an input is returned

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils import checkpoint
 
 from cadenza.backends import Rest
 from cadenza.core.ops import M
@@ -132,19 +133,28 @@ class _Backward:
         self.unflattened = _unlike(found, [shapes[name] for name in pair.gradients])
         order = dict(zip(pair.gradients, range(len(found)), strict=True))
         self.ordered = picker([order.get(name, len(found)) for name in places])
+        self.own = [
+            p for p, v in enumerate(pair.values) if isinstance(v, int) and v >= pair.outputs
+        ]
+        self.spent: Sequence[int] | None = None  # not known yet
 
-    def __call__(self, values: Sequence[Tensor], given: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """The operands' gradients, of what was saved and the gradients of the outputs."""
+    def __call__(
+        self, values: Sequence[Tensor], given: Sequence[Tensor | None], alone: bool = False
+    ) -> tuple[Any, ...]:
+        """The operands' gradients, of what was saved and the gradients of the outputs.
+
+        What forward made for this alone is written over if nobody else has it: `alone`.
+        """
         adjoints = [
             torch.zeros(shape, dtype=dtype, device=self.device) if given[p] is None else given[p]
             for p, shape, dtype in self.adjoints
         ]
-        results = self.run(values, adjoints)
+        results = self.run(values, adjoints, alone)
         for position, shape in self.unflattened:
             results[position] = torch.reshape(results[position], shape)
         return self.ordered((*results, None))
 
-    def run(self, values: Sequence[Tensor], adjoints: list[Any]) -> list[Tensor]:
+    def run(self, values: Sequence[Tensor], adjoints: list[Any], alone: bool) -> list[Tensor]:
         """The gradients as matrices."""
         if torch.is_grad_enabled():  # using a gradient further must meet the error
             adjoints = [a if a.requires_grad else a.detach().requires_grad_() for a in adjoints]
@@ -154,8 +164,12 @@ class _Backward:
             )
             return found
         matrices = _reshaped((*values, *adjoints), self.flattened)
-        autocast = torch.is_autocast_enabled(self.kind)
-        return _without_autocast(self.specialization.backward, matrices, self.rows, autocast)
+        plan, autocast = self.specialization.backward, torch.is_autocast_enabled(self.kind)
+        if self.spent is None:
+            self.spent = plan.overwritten(matrices[0], self.own)
+        if self.spent and alone and _is_last(self.kind):
+            plan = partial(plan, spent=self.spent)
+        return _without_autocast(plan, matrices, self.rows, autocast)
 
     def is_followed(self, adjoints: Sequence[Tensor]) -> bool:
         """Whether torch has to see an operation here; in compiled autograd Dynamo looks."""
@@ -177,6 +191,7 @@ class _Run(torch.autograd.Function):
         results = prepared.run(tensors, later)
         kept: Sequence[Tensor] = prepared.kept((*tensors, *results))
         ctx.prepared, ctx.counts = prepared, None
+        ctx.alone = later is None or _hooks(True)[0].__module__ == checkpoint.__name__
         if any_joined(tensors):
             kept, ctx.counts = parted(kept)
         ctx.set_materialize_grads(False)  # else autograd makes zeros as large as the outputs
@@ -189,13 +204,23 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         values, counts = ctx.saved_tensors, ctx.counts
         whole = values if counts is None else rejoined(values, counts)
-        return None, None, *ctx.prepared.backward(whole, gradients)
+        return None, None, *ctx.prepared.backward(whole, gradients, ctx.alone)
 
 
 # Without autograd.Function's own look for what `watched` and the kinds of calls have ruled out.
 _apply: Any = super(torch.autograd.Function, _Run).apply
 # The hooks that torch hands saved values to, None without any; an older torch has always some.
 _hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: ())
+
+
+def _is_last(kind: str) -> bool:
+    """Whether the backward that runs now, on a kind of device, is the last one through its graph.
+
+    Not where launches are captured: they may be repeated without those of forward.
+    """
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        return False
+    return kind != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def _unlike(

@@ -93,13 +93,14 @@ class Executable:
             memory.places = self._over([tensors[p] for p in spent], spent)
             return self._stepwise(tensors, memory, into)
         tf32, key = self._layout(tensors, addresses, rows)
+        key += tuple(spent)
         replay = self.replays.get(key)
-        own_places = into or spent
-        if replay is not None and not own_places:
+        if replay is not None and not into:
             return replay(addresses, tensors)
         self.target = replace(Target.of(device), tf32=tf32)
         self._choose(tensors, rows)
-        recorded = key in self.replays or own_places
+        captured = torch.cuda.is_current_stream_capturing()
+        recorded = key in self.replays or into or captured
         memory = Memory(rows, device, recording=None if recorded else Recording())
         memory.places = self._over([tensors[p] for p in spent], spent)
         outputs = self._stepwise(tensors, memory, into)
@@ -110,6 +111,11 @@ class Executable:
             after = memory.recording.done(self.plan.graph.outputs)
             self.replays[key] = make_replay(memory.recording, tensors, outputs, after, device)
         return outputs
+
+    def overwritten(self, positions: Sequence[int]) -> tuple[int, ...]:
+        """Of the inputs at these positions those that kernels write over, where they may."""
+        inputs = {self.plan.graph.inputs[p]: p for p in positions}
+        return tuple(sorted(inputs[given] for given in takers(self.plan, inputs).values()))
 
     def begun(
         self, tensors: Sequence[Tensor], rows: int, kept: Sequence[int]

@@ -1,7 +1,9 @@
 """Which inputs of a plan a kernel may write over, where nobody needs their numbers afterwards.
 
-A kernel without a product reads a block of a matrix, and then writes the block at the same place.
-So a value that is made element by element can take the memory of one that it is made of.
+A kernel reads a block of a matrix, and then writes the block at the same place; no other block of
+its grid reads there. So a matrix that is made element by element can take the memory of one that it
+is made of. A kernel sees columns as pairs in one way only, so that both lanes of a pair are its own
+block's in what is read and in what is written.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from cadenza.core.storage import dtypes_of
 
 ELSEWHERE = (Op.GROUP_SUM, Op.GROUP_MAX)  # reductions whose results are spread over columns again
 IN_PLACE = ("leaf", "elementwise", "reduction")
+PAIRED = (Op.SPLIT, Op.JOIN)
 
 
 def takers(plan: Plan, spent: Iterable[Node]) -> dict[Node, Node]:
@@ -27,26 +30,35 @@ def takers(plan: Plan, spent: Iterable[Node]) -> dict[Node, Node]:
             continue
         for value in kernel.stores:
             free = value not in found and value not in outputs
-            if free and value.type[:2] == given.type[:2] and dtypes[value] == dtypes[given]:
+            alike = value.type[:2] == given.type[:2] and dtypes[value] == dtypes[given]
+            if free and alike and _is_made_of(value, given, kernel):
                 found[value] = given
                 break
     return found
 
 
 def _only_reader(plan: Plan, given: Node) -> Kernel | None:
-    """The kernel that reads an input, if nothing else does."""
-    readers = [k for k in plan.kernels if given in _read(k)]
-    elsewhere = {*plan.graph.outputs, *(i for v in plan.vector_products for i in v.inputs)}
+    """The kernel that reads a matrix beside its product, if nothing else reads it."""
+    readers = [k for k in plan.kernels if given in set(k.loads)]
+    products = {i for k in plan.kernels if k.product is not None for i in k.product.inputs}
+    vectors = {i for v in plan.vector_products for i in v.inputs}
+    elsewhere = {*plan.graph.outputs, *products, *vectors}
     return readers[0] if len(readers) == 1 and given not in elsewhere else None
 
 
-def _read(kernel: Kernel) -> set[Node]:
-    operands = () if kernel.product is None else kernel.product.inputs
-    return {*kernel.loads, *kernel.vectors, *operands}
-
-
 def _in_place(kernel: Kernel) -> bool:
-    """Whether a kernel makes each element of what is at its own place."""
-    return kernel.product is None and all(
-        n.op.group in IN_PLACE and n.op not in ELSEWHERE for n in kernel.body
+    """Whether a kernel makes each element of what is at its own place, or at its pair's."""
+    pairs = {n.attributes["inner"] for n in kernel.body if n.op in PAIRED}
+    return len(pairs) <= 1 and all(
+        n.op in PAIRED or (n.op.group in IN_PLACE and n.op not in ELSEWHERE) for n in kernel.body
     )
+
+
+def _is_made_of(value: Node, given: Node, kernel: Kernel) -> bool:
+    """Whether a kernel has read `given` when it writes `value`. The product alone needs none."""
+    body, seen, left = set(kernel.body), {value}, [value]
+    while left:
+        new = {i for i in left.pop().inputs if i is given or i in body} - seen
+        seen |= new
+        left += new
+    return given in seen
