@@ -228,7 +228,8 @@ def test_what_hooks_were_handed_stays_as_it_is(spent):
         return tensor
 
     expected = gradients(leaves, retain_graph=True)
-    for hooks in (saved_tensors_hooks(pack, lambda t: t), save_on_cpu()):
+    methods = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)  # of no module
+    for hooks in (saved_tensors_hooks(pack, lambda t: t), save_on_cpu(), methods):
         with hooks:
             loss = run(leaves)
         before = [t.clone() for t in held]

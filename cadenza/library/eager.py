@@ -191,7 +191,7 @@ class _Run(torch.autograd.Function):
         results = prepared.run(tensors, later)
         kept: Sequence[Tensor] = prepared.kept((*tensors, *results))
         ctx.prepared, ctx.counts = prepared, None
-        ctx.alone = later is None or _hooks(True)[0].__module__ == checkpoint.__name__
+        ctx.alone = later is None or _are_checkpoints(_hooks(True))
         if any_joined(tensors):
             kept, ctx.counts = parted(kept)
         ctx.set_materialize_grads(False)  # else autograd makes zeros as large as the outputs
@@ -211,6 +211,12 @@ class _Run(torch.autograd.Function):
 _apply: Any = super(torch.autograd.Function, _Run).apply
 # The hooks that torch hands saved values to, None without any; an older torch has always some.
 _hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: ())
+
+
+def _are_checkpoints(hooks: Any) -> bool:
+    """Whether the hooks that saved values are handed to are those of checkpointing, which hands on
+    what is made again once and keeps nothing."""
+    return bool(hooks) and getattr(hooks[0], "__module__", None) == checkpoint.__name__
 
 
 def _is_last(kind: str) -> bool:
