@@ -27,6 +27,7 @@ from messages import tensor
 import cadenza as cz
 from cadenza.backends.triton.launch import NOT_CAPTURED
 from cadenza.core.errors import CadenzaError
+from cadenza.library.eager import WRITTEN_OVER
 
 PATH = "docs/errors.md"
 INTRODUCTION = """# Errors
@@ -58,6 +59,20 @@ with torch.cuda.graph(graph):
 {NOT_CAPTURED}
 ```
 """
+SPENT = f"""### `normed: {WRITTEN_OVER.partition(",")[0]}`
+
+```py
+loss = normed(x, w).sum()          # on a GPU
+try:
+    loss.backward()                # ends for want of memory
+except torch.OutOfMemoryError:
+    loss.backward()                # call forward again instead
+```
+
+```text
+normed: {WRITTEN_OVER}
+```
+"""
 
 
 class Case(NamedTuple):
@@ -87,7 +102,7 @@ def page() -> str:
     """The whole page."""
     surrounded = [Case(code, raised(inside(*how))) for code, *how in further_errors.ENVIRONMENTS]
     return "\n".join(
-        [INTRODUCTION, *map(section_text, SECTIONS), groups_text(surrounded), CAPTURED]
+        [INTRODUCTION, *map(section_text, SECTIONS), groups_text(surrounded), CAPTURED, SPENT]
     )
 
 

@@ -4,6 +4,7 @@ What stands there now is left alone, and nothing that one does with a model mind
 """
 
 import copy
+import functools
 import inspect
 import pickle
 import warnings
@@ -28,6 +29,7 @@ import cadenza as cz
 from cadenza.integrations.hf.acceleration import accelerated_layers
 from cadenza.integrations.hf.plan import blocked
 from cadenza.integrations.hf.recognise import plan_of
+from cadenza.integrations.hf.replace import within_base
 from cadenza.integrations.hf.weights import groups, is_one_stretch
 
 
@@ -280,3 +282,45 @@ def test_accelerating_again_parts_what_no_product_takes_together_any_more():
     assert {size for _, size in storages(model).values()} == {
         weight.nbytes for weight in model.parameters()
     }
+
+
+class Counting:
+    """A forward that is no function, around one."""
+
+    def __init__(self, function):
+        self.__wrapped__, self.calls = function, 0
+
+    def __get__(self, module, kind):
+        return self if module is None else functools.partial(self, module)
+
+    def __call__(self, module, x):
+        self.calls += 1
+        return self.__wrapped__(module, x)
+
+
+def test_only_what_a_base_puts_around_every_forward_is_left_out():
+    class Wrapping(torch.nn.Module):
+        def __init_subclass__(cls):
+            own = cls.forward
+
+            @functools.wraps(own)
+            def forward(self, x):
+                return own(self, x)
+
+            cls.forward = forward
+
+    class Wrapped(Wrapping):
+        def forward(self, x):
+            return x
+
+    class Counted(torch.nn.Module):
+        forward = Counting(lambda self, x: x)
+
+    class Decorated(torch.nn.Module):
+        @torch.no_grad()
+        def forward(self, x):
+            return x
+
+    assert within_base(Wrapped) == (Wrapped.forward, Wrapped.forward.__wrapped__)
+    for kind in (Counted, Decorated):
+        assert within_base(kind) == (kind.forward, kind.forward)

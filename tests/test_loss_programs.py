@@ -79,7 +79,8 @@ def test_a_chunk_is_three_products_and_keeps_the_rounded_logits(options):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_gradient_of_logits_takes_their_place(options):
     pair, _ = rows_of(options, torch.bfloat16)
-    ((value, given),) = takers(pair.backward_plan, pair.backward.inputs).items()
+    program = Executable(pair.backward_plan).program
+    ((value, given),) = takers(program, pair.backward.inputs).items()
     assert PairText(pair).names[given] == "logits"
     products = [k.product for k in pair.backward_plan.kernels if k.product is not None]
     assert all(value in product.inputs for product in products)
@@ -116,7 +117,7 @@ def test_what_is_read_twice_or_elsewhere_keeps_its_place():
     for function, names in ((twice, "xwv"), (apart, "xw")):
         operands = [Operand(n, ("M" if n == "x" else 64), 64, "bfloat16") for n in names]
         plan = compile_program(function, Signature(tuple(operands))).forward_plan
-        assert takers(plan, plan.graph.inputs) == {}
+        assert takers(Executable(plan).program, plan.graph.inputs) == {}
 
 
 @interpreted

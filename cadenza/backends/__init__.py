@@ -103,16 +103,6 @@ class Executable:
         addresses_of(self.plan, tensors)
         return put(self.reference(tensors, rows), into)
 
-    def overwritten(self, tensor: Tensor, positions: Sequence[int]) -> tuple[int, ...]:
-        """Of the inputs at these positions those that are written over where `tensor` lies.
-
-        That is where a call names them among its `spent` ones.
-        """
-        if self.backend == "reference" or not self._by_triton(tensor):
-            return ()
-        found: tuple[int, ...] = self.triton.overwritten(positions)
-        return found
-
     def begun(
         self, tensors: Sequence[Tensor], rows: int, kept: Sequence[int]
     ) -> tuple[list[Tensor], Rest]:

@@ -16,6 +16,7 @@ import torch
 from torch.utils import checkpoint
 
 from cadenza.backends import Rest
+from cadenza.core.errors import CadenzaError
 from cadenza.core.ops import M
 from cadenza.library.autocast import without_autocast
 from cadenza.library.kinds import is_lazy, picker, watched
@@ -27,6 +28,12 @@ from cadenza.library.weights import any_joined, parted, rejoined
 Tensor = torch.Tensor
 Tensors = tuple[Tensor, ...]
 Shape = tuple[int, ...]
+WRITTEN_OVER = (
+    "what its backward needs was written over, by one that went through the same graph before, or "
+    "through another that shares its saved values\n"
+    "  write:    retain_graph=True in that earlier backward"
+)
+SPENT = "_cadenza_spent"  # of a saved value that a backward may have written over
 Made = Sequence[tuple[Shape, torch.dtype]]  # shapes and dtypes of outputs
 
 
@@ -136,7 +143,6 @@ class _Backward:
         self.own = [
             p for p, v in enumerate(pair.values) if isinstance(v, int) and v >= pair.outputs
         ]
-        self.spent: Sequence[int] | None = None  # not known yet
 
     def __call__(
         self, values: Sequence[Tensor], given: Sequence[Tensor | None], alone: bool = False
@@ -144,6 +150,7 @@ class _Backward:
         """The operands' gradients, of what was saved and the gradients of the outputs.
 
         What forward made for this alone is written over if nobody else has it: `alone`.
+        Raises CadenzaError where that was done to it before.
         """
         adjoints = [
             torch.zeros(shape, dtype=dtype, device=self.device) if given[p] is None else given[p]
@@ -163,12 +170,14 @@ class _Backward:
                 self.specialization.digest, values, adjoints, self.rows
             )
             return found
+        if any(hasattr(values[position], SPENT) for position in self.own):
+            raise CadenzaError(f"{self.specialization.pair.program.name}: {WRITTEN_OVER}")
         matrices = _reshaped((*values, *adjoints), self.flattened)
         plan, autocast = self.specialization.backward, torch.is_autocast_enabled(self.kind)
-        if self.spent is None:
-            self.spent = plan.overwritten(matrices[0], self.own)
-        if self.spent and alone and _is_last(self.kind):
-            plan = partial(plan, spent=self.spent)
+        if self.own and alone and _is_last(self.kind):
+            for position in self.own:
+                setattr(values[position], SPENT, True)
+            plan = partial(plan, spent=self.own)
         return _without_autocast(plan, matrices, self.rows, autocast)
 
     def is_followed(self, adjoints: Sequence[Tensor]) -> bool:
@@ -214,9 +223,14 @@ _hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", la
 
 
 def _are_checkpoints(hooks: Any) -> bool:
-    """Whether the hooks that saved values are handed to are those of checkpointing, which hands on
-    what is made again once and keeps nothing."""
-    return bool(hooks) and getattr(hooks[0], "__module__", None) == checkpoint.__name__
+    """Whether the hooks that saved values are handed to drop them, to have them made again once.
+
+    So have those of a checkpointed call, not those of its second run, which share what they hand on
+    with whoever keeps that run's graph.
+    """
+    hook = hooks[0] if hooks else None
+    named = getattr(hook, "__module__", None), getattr(hook, "__qualname__", "").partition(".")[0]
+    return named == (checkpoint.__name__, "_checkpoint_hook")
 
 
 def _is_last(kind: str) -> bool:

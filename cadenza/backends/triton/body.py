@@ -11,7 +11,7 @@ from cadenza.backends.triton.columns import FIRST, ROWS, Frame, Space, Unsupport
 from cadenza.backends.triton.readable import value_name
 from cadenza.backends.triton.structure import SPECIAL, has_groups
 from cadenza.backends.triton.texts import ELEMENTWISE, number
-from cadenza.backends.triton.tile import Tile
+from cadenza.backends.triton.tile import Move, Tile
 from cadenza.core.ir import Node, topological
 from cadenza.core.ops import BOOLEAN, INTEGER, REAL, Op
 from cadenza.core.readiness import reduces_matrix
@@ -87,6 +87,7 @@ class Body(Tile):
 
     def _load(self, node: Node, frame: Frame | None) -> str:
         assert frame is not None
+        self.moves.append(Move(node, frame, written=False))
         argument = self.arguments.get("load", node).name
         mask = self.block_mask(self.mask(frame, int(node.type.columns)))
         given = f"{argument}, rows, {self.index(frame)}, {argument}_stride, {mask}"

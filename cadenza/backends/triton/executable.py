@@ -112,11 +112,6 @@ class Executable:
             self.replays[key] = make_replay(memory.recording, tensors, outputs, after, device)
         return outputs
 
-    def overwritten(self, positions: Sequence[int]) -> tuple[int, ...]:
-        """Of the inputs at these positions those that kernels write over, where they may."""
-        inputs = {self.plan.graph.inputs[p]: p for p in positions}
-        return tuple(sorted(inputs[given] for given in takers(self.plan, inputs).values()))
-
     def begun(
         self, tensors: Sequence[Tensor], rows: int, kept: Sequence[int]
     ) -> tuple[list[Tensor], Rest]:
@@ -210,7 +205,7 @@ class Executable:
         inputs = [self.plan.graph.inputs[p] for p in positions]
         known = dict(zip(inputs, tensors, strict=True))
         whole = [node for node, tensor in known.items() if tensor.is_contiguous()]
-        return {value: known[given] for value, given in takers(self.plan, whole).items()}
+        return {value: known[given] for value, given in takers(self.program, whole).items()}
 
     @property
     def outputs(self) -> Iterable[Node]:

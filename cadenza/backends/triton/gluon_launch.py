@@ -120,6 +120,10 @@ class GluonLaunch(ProductLaunch):
         memory.launch(self.launcher(TA=ta, TB=tb), (programs, 1), given)
 
     @property
+    def kernels(self) -> Sequence[ProductLaunch]:
+        return (self, self.otherwise)
+
+    @property
     def abreast(self) -> int:
         """How many tiles are taken at a time, side by side."""
         return 2 if self.configuration.together else 1

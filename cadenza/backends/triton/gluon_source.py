@@ -150,7 +150,8 @@ def gluon_product_source(
         pairs=layout.pairs if two else 0, whole=2 * int(layout.pairs or 0) == layout.width,
     )  # fmt: skip
     renamed = re.sub(r"\btl\.(\w+)", _renamed, readable(emitted))
-    return Source(HEADER.format(said=quoted(title, text)) + renamed, arguments, body.unit, layout)
+    whole, moves = HEADER.format(said=quoted(title, text)) + renamed, tuple(body.moves)
+    return Source(whole, arguments, body.unit, layout, moves)
 
 
 def _renamed(found: re.Match[str]) -> str:

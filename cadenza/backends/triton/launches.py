@@ -114,6 +114,16 @@ class Launch(Step):
         """How many partials of a reduction the kernel leaves: one, unless its tiles are several."""
         return 1
 
+    @property
+    def kernels(self) -> Sequence[Launch]:
+        """The launches of which one is made: this one, and what may stand in for it."""
+        return (self,)
+
+    @property
+    def spreads(self) -> bool:
+        """Whether there are elements of a block for all threads, so that each has its own."""
+        return False
+
     # --- compiling without a device ---------------------------------------------------------------
 
     def signature(self, descriptors: bool = False) -> dict[str, str]:
@@ -181,6 +191,11 @@ class ProductLaunch(Launch):
         }  # fmt: skip
         programs = min(-(-rows // cut.BM) * self.column_tiles, self.plan.programs(memory.device))
         memory.launch(self.launcher(**variant), (programs, 1), given)
+
+    @property
+    def spreads(self) -> bool:
+        cut = self.configuration
+        return 32 * cut.warps <= cut.BM * cut.width(self.lanes) or not self.plan.target.backend
 
     def boxed(self, given: list[Argument]) -> dict[str, bool]:
         """Puts descriptors for the loads and stores that move as boxes; the constants for these."""
@@ -331,6 +346,11 @@ class PointwiseLaunch(Launch):
 
     def constants(self, descriptors: bool = False) -> dict[str, Any]:
         return {"BM": self.strip.BM, "W": self.strip.W}
+
+    @property
+    def spreads(self) -> bool:
+        cut = self.strip
+        return 32 * cut.warps <= cut.BM * cut.W or not self.plan.target.backend
 
     def resources(self) -> dict[str, Any]:
         return {"num_warps": self.strip.warps}

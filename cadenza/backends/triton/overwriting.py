@@ -1,64 +1,72 @@
 """Which inputs of a plan a kernel may write over, where nobody needs their numbers afterwards.
 
-A kernel reads a block of a matrix, and then writes the block at the same place; no other block of
-its grid reads there. So a matrix that is made element by element can take the memory of one that it
-is made of. A kernel sees columns as pairs in one way only, so that both lanes of a pair are its own
-block's in what is read and in what is written.
+A program of a launch reads blocks of a matrix and then writes the blocks at the same places, where
+no other program reads. So a matrix can take the memory of one that its kernel alone reads, if all
+that is read of it is read before the first block is written, and at frames that are written. The
+emitted kernel says what it reads and writes, and in what order: `Source.moves`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
+from cadenza.backends.triton.launches import Launch
+from cadenza.backends.triton.tile import Move
 from cadenza.core.ir import Node
-from cadenza.core.ops import Op
-from cadenza.core.plan import Kernel, Plan
-from cadenza.core.storage import dtypes_of
 
-ELSEWHERE = (Op.GROUP_SUM, Op.GROUP_MAX)  # reductions whose results are spread over columns again
-IN_PLACE = ("leaf", "elementwise", "reduction")
-PAIRED = (Op.SPLIT, Op.JOIN)
+if TYPE_CHECKING:
+    from cadenza.backends.triton.program import Program
 
 
-def takers(plan: Plan, spent: Iterable[Node]) -> dict[Node, Node]:
+def takers(program: Program, spent: Iterable[Node]) -> dict[Node, Node]:
     """The values that may lie where a `spent` input does, each with that input."""
-    dtypes, outputs = dtypes_of(plan.graph), set(plan.graph.outputs)
+    graph, dtypes = program.plan.graph, program.dtypes
+    products = {k.product for k in program.plan.kernels}  # the library's may come before reads
     found: dict[Node, Node] = {}
     for given in spent:
-        kernel = _only_reader(plan, given)
-        if kernel is None or not _in_place(kernel):
+        launch = _only_reader(program, given)
+        if launch is None:
             continue
-        for value in kernel.stores:
-            free = value not in found and value not in outputs
+        for value in nodes_of(launch, "store"):
+            taken = value in found or value in {*graph.outputs, *products}
             alike = value.type[:2] == given.type[:2] and dtypes[value] == dtypes[given]
-            if free and alike and _is_made_of(value, given, kernel):
+            if alike and not taken and _reads_first(launch, given, value):
                 found[value] = given
                 break
     return found
 
 
-def _only_reader(plan: Plan, given: Node) -> Kernel | None:
-    """The kernel that reads a matrix beside its product, if nothing else reads it."""
-    readers = [k for k in plan.kernels if given in set(k.loads)]
-    products = {i for k in plan.kernels if k.product is not None for i in k.product.inputs}
-    vectors = {i for v in plan.vector_products for i in v.inputs}
-    elsewhere = {*plan.graph.outputs, *products, *vectors}
-    return readers[0] if len(readers) == 1 and given not in elsewhere else None
+def _only_reader(program: Program, given: Node) -> Launch | None:
+    """The launch that reads a matrix beside its product, if nothing else reads it."""
+    kernels = program.plan.kernels
+    readers = [k for k in kernels if given in set(k.loads)]
+    products = {i for k in kernels if k.product is not None for i in k.product.inputs}
+    vectors = {i for v in program.plan.vector_products for i in v.inputs}
+    if len(readers) != 1 or given in {*program.plan.graph.outputs, *products, *vectors}:
+        return None
+    steps = [step for step in program.steps if isinstance(step, Launch)]
+    launches = [launch for launch in steps if given in set(nodes_of(launch, "load"))]
+    return launches[0] if len(launches) == 1 else None
 
 
-def _in_place(kernel: Kernel) -> bool:
-    """Whether a kernel makes each element of what is at its own place, or at its pair's."""
-    pairs = {n.attributes["inner"] for n in kernel.body if n.op in PAIRED}
-    return len(pairs) <= 1 and all(
-        n.op in PAIRED or (n.op.group in IN_PLACE and n.op not in ELSEWHERE) for n in kernel.body
+def nodes_of(launch: Launch, role: str) -> list[Node]:
+    """What a launch loads, or stores."""
+    assert launch.source is not None
+    return [argument.node for argument in launch.source.arguments if argument.role == role]
+
+
+def _reads_first(launch: Launch, given: Node, value: Node) -> bool:
+    """Whether it does by whichever kernel it runs. No two threads may read one element."""
+    return all(
+        each.source is not None and each.spreads and are_read_first(each.source.moves, given, value)
+        for each in launch.kernels
     )
 
 
-def _is_made_of(value: Node, given: Node, kernel: Kernel) -> bool:
-    """Whether a kernel has read `given` when it writes `value`. The product alone needs none."""
-    body, seen, left = set(kernel.body), {value}, [value]
-    while left:
-        new = {i for i in left.pop().inputs if i is given or i in body} - seen
-        seen |= new
-        left += new
-    return given in seen
+def are_read_first(moves: Sequence[Move], given: Node, value: Node) -> bool:
+    """Whether a kernel reads all that it reads of `given` before it writes `value`, and there."""
+    reads = [(p, m.frame) for p, m in enumerate(moves) if m.node is given and not m.written]
+    writes = [(p, m.frame) for p, m in enumerate(moves) if m.node is value and m.written]
+    inside = {frame for _, frame in reads} <= {frame for _, frame in writes}
+    return bool(reads and writes) and inside and reads[-1][0] < writes[0][0]

@@ -15,6 +15,7 @@ from cadenza.backends.triton.body import Body
 from cadenza.backends.triton.columns import Frame, Layout
 from cadenza.backends.triton.modules import entry
 from cadenza.backends.triton.readable import readable
+from cadenza.backends.triton.tile import Move
 from cadenza.core.ir import Node
 from cadenza.core.ops import BOOLEAN, Op
 
@@ -36,6 +37,7 @@ class Source:
     arguments: tuple[Argument, ...]
     unit: int
     layout: Layout
+    moves: tuple[Move, ...] = ()
     boxes: tuple[str, ...] = ()  # arguments that have a constant, whether they move as boxes
     movable: frozenset[str] = frozenset()  # those of them for which it may be true
 
@@ -100,6 +102,7 @@ def _store(body: Body, node: Node) -> None:
         box = body.box(pointer, frame)
         call = f"device.store_part({given}, {box})" if box else f"device.store({given})"
         body.lines.append(call)
+        body.moves.append(Move(node, frame, written=True))
 
 
 def _column_reduction(body: Body, node: Node) -> Iterable[tuple[Node, Frame, str, str]]:
@@ -201,7 +204,7 @@ def product_source(
         parts=indented(lines_of_tile(body, parts, natural, called, reductions), 2),
     )  # fmt: skip
     return Source(
-        module(title, text, emitted), arguments, body.unit, body.layout,
+        module(title, text, emitted), arguments, body.unit, body.layout, tuple(body.moves),
         boxes=tuple(sorted(body.boxes)), movable=frozenset(body.boxes - body.scattered - masks),
     )  # fmt: skip
 
@@ -367,7 +370,8 @@ def pointwise_source(body: Body, title: str, text: str) -> Source:
         names=", ".join(parameters(arguments)), head=indented(head, 1),
         body=indented(body.lines, 2), tail=indented(tail, 1),
     )  # fmt: skip
-    return Source(module(title, text, emitted), arguments, body.unit, body.layout)
+    moves = tuple(body.moves)
+    return Source(module(title, text, emitted), arguments, body.unit, body.layout, moves)
 
 
 # --- vector kernels -------------------------------------------------------------------------------

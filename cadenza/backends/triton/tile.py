@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from cadenza.backends.triton.arguments import Arguments, Vectors
 from cadenza.backends.triton.columns import FIRST, ROWS, Frame, Layout, Space, Spaces, Unsupported
 from cadenza.core.ir import Node
 from cadenza.core.ops import Dim
 from cadenza.core.plan import Kernel
+
+
+class Move(NamedTuple):
+    """That a kernel reads or writes a matrix at a frame."""
+
+    node: Node
+    frame: Frame | None
+    written: bool
 
 
 class Tile:
@@ -25,6 +34,7 @@ class Tile:
         self.spaces = Spaces(layout.pairs, dict(self._roots()))
         self.head: list[str] = []  # what depends on columns alone
         self.lines: list[str] = []
+        self.moves: list[Move] = []  # of matrices, in the order of the lines
         self.runs: set[str] = set()
         self.unit = 1  # columns of a part must be a multiple of this
         self.part: int | None = None  # columns of a part, where it may be moved as a box

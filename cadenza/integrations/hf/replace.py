@@ -65,7 +65,8 @@ def within_base(stock: Any) -> tuple[Forward, Forward]:
     """
     whole = stock.forward
     again = type(stock.__name__, (stock,), {}).__dict__.get("forward")
-    if getattr(again, "__code__", None) is not getattr(whole, "__code__", again):
+    code = getattr(again, "__code__", None)
+    if code is None or code is not getattr(whole, "__code__", None):
         return whole, whole
     return whole, getattr(whole, "__wrapped__", whole)
 
