@@ -16,6 +16,7 @@ from cadenza import lang as L
 from cadenza.backends import NOTHING
 from cadenza.backends.triton.executable import Executable
 from cadenza.backends.triton.launches import ProductLaunch
+from cadenza.backends.triton.overwriting import takers
 from cadenza.core.errors import CadenzaError
 
 
@@ -26,11 +27,12 @@ def swiglu(x, w, v):
 
 @pytest.fixture
 def spent(monkeypatch):
-    """The inputs that were spent, of each call of a plan where some were."""
+    """The inputs that were written over, of each call of a plan where some were."""
     heard, call = [], Executable.__call__
 
     def noted(own, tensors, rows, into=NOTHING, spent=()):
-        heard.extend([tuple(spent)] if spent and not into else [])  # not a loss's chunk
+        taken = takers(own.program, [own.plan.graph.inputs[p] for p in spent])
+        heard.extend([tuple(taken.values())] if taken and not into else [])  # not a loss's chunk
         return call(own, tensors, rows, into, spent)
 
     monkeypatch.setattr(Executable, "__call__", noted)
