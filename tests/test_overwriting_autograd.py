@@ -18,6 +18,7 @@ from cadenza.backends.triton.executable import Executable
 from cadenza.backends.triton.launches import ProductLaunch
 from cadenza.backends.triton.overwriting import takers
 from cadenza.core.errors import CadenzaError
+from cadenza.library.eager import SPENT
 
 
 @cz.block(shapes={"x": "M 16", "w": "32 16", "v": "16 16"})
@@ -154,7 +155,7 @@ def test_two_losses_of_one_call(spent):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_the_reference_back_end_writes_over_nothing():
+def test_the_reference_back_end_writes_over_nothing_and_says_so_of_nothing():
     leaves = leaves_of()
     out = swiglu(*leaves, backend="reference")
     saved = [t for t in out.grad_fn.saved_tensors if t.shape == (ROWS, 32)]
@@ -162,6 +163,7 @@ def test_the_reference_back_end_writes_over_nothing():
     out.sum().backward()
     assert saved
     assert unlike(saved, before) == []
+    assert not any(hasattr(tensor, SPENT) for tensor in saved)
 
 
 @interpreted

@@ -97,7 +97,7 @@ class Executable:
         Those at the positions `into` are written there instead; it may be an input that is added
         to. The inputs at the positions `spent` may be written over.
         """
-        if self.backend != "reference" and self._by_triton(tensors[0]):
+        if self.backend != "reference" and self.by_triton(tensors[0]):
             found: list[Tensor] = self.triton(tensors, rows, into, spent)
             return found
         addresses_of(self.plan, tensors)
@@ -110,12 +110,13 @@ class Executable:
 
         Until that has been called the inputs must stay as they are. It may never be called.
         """
-        if self.backend != "reference" and self._by_triton(tensors[0]):
+        if self.backend != "reference" and self.by_triton(tensors[0]):
             found: tuple[list[Tensor], Rest] = self.triton.begun(tensors, rows, kept)
             return found
         return self(tensors, rows), done
 
-    def _by_triton(self, tensor: Tensor) -> bool:
+    def by_triton(self, tensor: Tensor) -> bool:
+        """Whether Triton's kernels run it where a tensor lies. Raises BackEndError if none can."""
         if self.backend == "triton":
             if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
                 raise BackEndError(

@@ -174,7 +174,7 @@ class _Backward:
             raise CadenzaError(f"{self.specialization.pair.program.name}: {WRITTEN_OVER}")
         matrices = _reshaped((*values, *adjoints), self.flattened)
         plan, autocast = self.specialization.backward, torch.is_autocast_enabled(self.kind)
-        if self.own and alone and _is_last(self.kind):
+        if self.own and alone and _is_last(self.kind) and plan.by_triton(matrices[0]):
             for position in self.own:
                 setattr(values[position], SPENT, True)
             plan = partial(plan, spent=self.own)
