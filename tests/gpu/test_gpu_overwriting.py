@@ -5,7 +5,7 @@ Recorded and then repeated, by the plain template and by Hopper's; not where lau
 
 import pytest
 import torch
-from calls import ALIGNED, BRAIN, RAGGED, check_same, operands, with_gradients
+from calls import ALIGNED, BRAIN, HEADS, RAGGED, check_same, operands, with_gradients
 from plans import attempt, trials
 from programs import labelled
 from template_choice import each_block_by_a_template
@@ -21,13 +21,24 @@ TURNS = 3  # one that is recorded, and some that repeat it
 @pytest.mark.parametrize("sizes", [ALIGNED, RAGGED, None], ids=["aligned", "ragged", "odd"])
 @each_block_by_a_template
 def test_saved_values_are_written_over_and_nothing_else(name, sizes, template, place):
-    trial = trials(name, place.rows(129), place, sizes)[1]
+    check(trials(name, place.rows(129), place, sizes)[1], TURNS)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-mlp", "gpt2"])
+def test_tiles_beside_one_another_do_not_meet(name, template, place):
+    """Hundreds of them, many at a time, with edges inside of tiles."""
+    sizes = {"D": 1024, "F": 2840, **HEADS}
+    check(trials(name, 2037, place, sizes)[1], 20)
+
+
+def check(trial, turns):
+    """The same bits as with nothing spent, whatever can be being written over."""
     made = attempt(trial)
     inputs = trial.plan.graph.inputs
     taken = set(takers(made.executable.program, inputs).values())
     spent = [p for p, node in enumerate(inputs) if node in taken]
     expected = dict(enumerate(made.outputs))
-    for turn in range(TURNS):
+    for turn in range(turns):
         inputs = [tensor.clone() for tensor in trial.inputs]
         found = made.executable(inputs, trial.rows, spent=spent)
         check_same(dict(enumerate(found)), expected, f"turn {turn}")
