@@ -21,7 +21,7 @@ from cadenza.core.ops import M
 from cadenza.library.autocast import without_autocast
 from cadenza.library.kinds import is_lazy, picker, watched
 from cadenza.library.operands import Operands
-from cadenza.library.operator import output_shapes
+from cadenza.library.operator import output_shapes, tied
 from cadenza.library.specialize import Specialization
 from cadenza.library.weights import any_joined, parted, rejoined
 
@@ -70,9 +70,9 @@ class Prepared:
         if not self.needed:
             outputs = self.run(tensors)
         elif _hooks(True) is None:
-            outputs = _apply(self, None, *tensors)
+            outputs = _apply(self, None, *tensors)[: self.outputs]
         else:
-            outputs = self._saved_first(tensors)
+            outputs = self._saved_first(tensors)[: self.outputs]
         if self.structure == "value":
             return outputs[0]
         if self.structure == "tuple":
@@ -80,7 +80,7 @@ class Prepared:
         return dict(zip(self.labels, outputs, strict=True))
 
     def _saved_first(self, tensors: Tensors) -> tuple[Tensor, ...]:
-        """The outputs of a call whose saved values torch hands to hooks.
+        """What `_Run` gives for a call whose saved values torch hands to hooks.
 
         A checkpointed layer that runs again ends, by an exception, where it has handed over the
         last of them: what only its outputs need is not computed a second time.
@@ -145,17 +145,20 @@ class _Backward:
         ]
 
     def __call__(
-        self, values: Sequence[Tensor], given: Sequence[Tensor | None], alone: bool = False
-    ) -> tuple[Any, ...]:
+        self, values: Sequence[Tensor], given: Sequence[Tensor | None], alone: bool,
+        edge: Tensor | None,
+    ) -> tuple[Any, ...]:  # fmt: skip
         """The operands' gradients, of what was saved and the gradients of the outputs.
 
-        What forward made for this alone is written over if nobody else has it: `alone`.
-        Raises CadenzaError where that was done to it before.
+        What forward made for this alone is written over if nobody else has it: `alone`. Raises
+        CadenzaError where that was done to it before. From `edge` autograd gets to the operands.
         """
         adjoints = [
             torch.zeros(shape, dtype=dtype, device=self.device) if given[p] is None else given[p]
             for p, shape, dtype in self.adjoints
         ]
+        if torch.is_grad_enabled():  # using a gradient further must meet the error
+            adjoints = tied(adjoints, edge)
         results = self.run(values, adjoints, alone)
         for position, shape in self.unflattened:
             results[position] = torch.reshape(results[position], shape)
@@ -163,8 +166,6 @@ class _Backward:
 
     def run(self, values: Sequence[Tensor], adjoints: list[Any], alone: bool) -> list[Tensor]:
         """The gradients as matrices."""
-        if torch.is_grad_enabled():  # using a gradient further must meet the error
-            adjoints = [a if a.requires_grad else a.detach().requires_grad_() for a in adjoints]
         if self.is_followed(adjoints):
             found: list[Tensor] = torch.ops.cadenza.run_backward(
                 self.specialization.digest, values, adjoints, self.rows
@@ -204,16 +205,20 @@ class _Run(torch.autograd.Function):
         if any_joined(tensors):
             kept, ctx.counts = parted(kept)
         ctx.set_materialize_grads(False)  # else autograd makes zeros as large as the outputs
-        ctx.save_for_backward(*kept)
+        # What forward makes for backward alone leads autograd nowhere: an empty output leads back.
+        edge = [torch.empty(0)] if prepared.backward.own else []
+        ctx.save_for_backward(*kept, *edge)
         if prepared.fixed:
             ctx.mark_non_differentiable(*[results[p] for p in prepared.fixed])
-        return tuple(results[: prepared.outputs])
+        return (*results[: prepared.outputs], *edge)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        values, counts = ctx.saved_tensors, ctx.counts
+        values, counts, edge = ctx.saved_tensors, ctx.counts, None
+        if ctx.prepared.backward.own:
+            *values, edge = values
         whole = values if counts is None else rejoined(values, counts)
-        return None, None, *ctx.prepared.backward(whole, gradients, ctx.alone)
+        return None, None, *ctx.prepared.backward(whole, gradients, ctx.alone, edge)
 
 
 # Without autograd.Function's own look for what `watched` and the kinds of calls have ruled out.

@@ -17,6 +17,7 @@ from cadenza.core.errors import CadenzaError
 from cadenza.core.pipeline import Sums
 from cadenza.library.fakes import fake
 from cadenza.library.function import Program
+from cadenza.library.operator import tied
 from cadenza.library.specialize import Call, Specialization
 
 Tensor = torch.Tensor
@@ -174,10 +175,12 @@ def _sum_backward(ctx: Any, adjoint: Tensor) -> Tensor:
 torch.library.register_autograd("cadenza::sum", _sum_backward, setup_context=_sum_context)
 
 
-def once(adjoint: Tensor) -> Tensor:
-    """The adjoint; under create_graph=True one that makes further use of a gradient an error."""
-    needless = adjoint.requires_grad or not torch.is_grad_enabled()
-    return adjoint if needless else adjoint.detach().requires_grad_()
+def once(adjoint: Tensor, edge: Tensor | None = None) -> Tensor:
+    """The adjoint; under create_graph=True one that makes further use of a gradient an error.
+
+    From `edge`, an output, autograd gets back to operands that are not among what is saved.
+    """
+    return tied([adjoint], edge)[0] if torch.is_grad_enabled() else adjoint
 
 
 def no_double_backward(ctx: Any, *gradients: Any) -> None:

@@ -145,10 +145,21 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.names = [o.name for o in operands.operands]
     ctx.shapes = {o.name: t.shape for o, t in zip(operands.operands, tensors, strict=True)}
     ctx.outputs = {p: (output[p].shape, output[p].dtype, output[p].device) for p in pair.adjoints}
-    ctx.mark_non_differentiable(*(o for p, o in enumerate(output) if p not in pair.differentiable))
+    # What is saved leads autograd to the operands, also what forward makes for backward alone.
+    followed = {*pair.differentiable, *(v for v in pair.values if isinstance(v, int))}
+    fixed = [o for p, o in enumerate(output) if p not in followed or not o.is_floating_point()]
+    ctx.mark_non_differentiable(*fixed)
     named = dict(zip(ctx.names, tensors, strict=True))
     kept, ctx.counts = parted(output[v] if isinstance(v, int) else named[v] for v in pair.values)
     ctx.save_for_backward(*kept)
+
+
+def tied(adjoints: Sequence[Tensor], edge: Tensor | None = None) -> list[Tensor]:
+    """The adjoints, as what autograd follows: to `edge` as well, of which no number is used."""
+    found = [a if a.requires_grad else a.detach().requires_grad_() for a in adjoints]
+    if edge is not None:
+        found[0] = found[0] + edge.reshape(-1)[:0].sum().to(found[0].dtype)
+    return found
 
 
 def _backward(
@@ -163,7 +174,7 @@ def _backward(
         zeros = given is None
         adjoints.append(torch.zeros(shape, dtype=dtype, device=device) if zeros else given)
     if torch.is_grad_enabled():  # create_graph=True: using a gradient further must meet the error
-        adjoints = [a if a.requires_grad else a.detach().requires_grad_() for a in adjoints]
+        adjoints = tied(adjoints)
     values = rejoined(ctx.saved_tensors, ctx.counts)
     results = torch.ops.cadenza.run_backward(ctx.specialization.digest, values, adjoints, ctx.rows)
     named = dict(zip(pair.gradients, results, strict=True))
