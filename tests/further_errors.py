@@ -50,6 +50,10 @@ def forward_mode():
     torch.func.jvp(lambda x: doubled(x, 2.0), (X,), (X,))
 
 
+def gradient_of_a_function():
+    torch.func.grad(lambda x: doubled(x, 2.0).sum())(X)
+
+
 def freed_memory():
     weight = W.clone()
     weight.untyped_storage().resize_(0)
@@ -100,6 +104,7 @@ FURTHER = [
     (second_derivative,),
     (second_derivative_of_a_loss,),
     (forward_mode,),
+    (gradient_of_a_function,),
     (freed_memory,),
     (lambda: parse("def f(x: float32[M, 4]): return sinus(x)"),),
     (lambda: doubled(X, 2.0, backend="tritn"),),

@@ -26,8 +26,9 @@ from test_hf_state import assert_same_state, described, storages
 from torch import nn
 
 import cadenza as cz
+from cadenza.integrations.hf import plan as plans
 from cadenza.integrations.hf.acceleration import accelerated_layers
-from cadenza.integrations.hf.plan import blocked
+from cadenza.integrations.hf.plan import EPS, blocked
 from cadenza.integrations.hf.recognise import plan_of
 from cadenza.integrations.hf.replace import within_base
 from cadenza.integrations.hf.weights import groups, is_one_stretch
@@ -324,3 +325,70 @@ def test_only_what_a_base_puts_around_every_forward_is_left_out():
     assert within_base(Wrapped) == (Wrapped.forward, Wrapped.forward.__wrapped__)
     for kind in (Counted, Decorated):
         assert within_base(kind) == (kind.forward, kind.forward)
+
+
+# --- numbers and weights that are changed ---------------------------------------------------------
+
+
+def every_norm(model, change):
+    """Changes the eps of a model's norms: of layers, of heads, the last one."""
+    for path, module in model.named_modules():
+        for name in EPS:
+            if name in module.__dict__ and "orm" in type(module).__name__ and change in path:
+                setattr(module, name, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [("llama", "layers.1.input"), ("llama", "layers.0.post"), ("qwen3", "q_norm"),
+     ("gemma2", "pre_feedforward"), ("gpt2", "ln_"), ("llama", "model.norm")],
+)  # fmt: skip
+def test_another_eps_is_taken(family, change):
+    model, twin = pair(family)
+    cz.accelerate(model)
+    before = model(**batch()).logits
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for one in (model, twin):
+            every_norm(one, change)
+        found, expected = (outcome(one, **batch()) for one in (model, twin))
+    assert_near(found, expected)
+    assert not torch.allclose(found["logits"], before, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "owner", "name", "given"),
+    [("llama", "mlp", "gate_proj", True), ("llama", "self_attn", "k_proj", True),
+     ("qwen2", "self_attn", "q_proj", False), ("llama", "mlp", "down_proj", True)],
+)  # fmt: skip
+def test_a_bias_that_some_projections_get_or_lose_is_taken(family, owner, name, given, monkeypatch):
+    monkeypatch.setattr(plans, "_TOLD", set())
+    model, twin = pair(family)
+    cz.accelerate(model)
+    for one in (model, twin):
+        projection = getattr(getattr(layers_of(one)[0], owner), name)
+        bias = torch.linspace(-1, 1, projection.out_features)
+        projection.bias = nn.Parameter(bias) if given else None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found, expected = (outcome(one, **batch()) for one in (model, twin))
+    assert_near(found, expected)
+    assert runs_programs(model, **batch())
+    partly = [str(w.message) for w in said if "has a bias, which others" in str(w.message)]
+    assert len(partly) == (name != "down_proj")
+
+
+def test_another_head_is_told_of(monkeypatch):
+    monkeypatch.setattr(plans, "_TOLD", set())
+    model, twin = pair("llama")
+    cz.accelerate(model)
+    for one in (model, twin):
+        torch.manual_seed(3)
+        one.resize_token_embeddings(140)
+    with pytest.warns(UserWarning, match=r"lm_head is another one.*call that again"):
+        found = outcome(model, **batch())
+    assert_near(found, outcome(twin, **batch()))
+    cz.accelerate(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**batch())

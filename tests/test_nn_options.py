@@ -280,3 +280,19 @@ def test_a_layer_does_not_take_one_norm_for_another(make, name, other):
     layer.set_submodule(name, nn.RMSNorm(norm.normalized_shape, **{"eps": norm.eps} | other))
     with pytest.raises(ProgramError, match="a norm in a layer whose program can't take it"):
         layer(x)
+
+
+def test_a_layer_says_what_it_would_leave_out_of_its_feed_forward():
+    """Its program takes the projections; what somebody waits for on the module would not come."""
+    layer = cz.nn.DecoderLayer(32, 4, 4, 48)
+    x = torch.randn(1, 8, 32)
+    tables = [torch.rand(1, 8, 4) for _ in range(2)]
+    squares = x.square().sum(-1, keepdim=True)
+    handle = layer.mlp.register_forward_hook(lambda module, given, found: 0 * found)
+    with pytest.raises(ProgramError, match=r"FeedForward with hooks(.|\n)*cz\.nn\.FeedForward"):
+        layer(x, squares, *tables)
+    handle.remove()
+    layer(x, squares, *tables)
+    layer.mlp.forward = lambda x: 0 * x
+    with pytest.raises(ProgramError, match="FeedForward with a forward of its own"):
+        layer(x, squares, *tables)

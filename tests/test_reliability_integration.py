@@ -90,6 +90,10 @@ def test_08_forward_mode_derivatives_raise_and_name_the_cure(function):
     with pytest.raises(ProgramError, match=r"a tangent of x(.|\n)*write: .*(plain|F\.cross)"):
         torch.func.jvp(function, (X,), (X,))
     assert function(X).isfinite().all()
+    for transform in (torch.func.grad(lambda x: function(x).sum()), torch.func.jacrev(function)):
+        message = r"within a transform of torch\.func(.|\n)*write: .*(plain|F\.cross)"
+        with pytest.raises(ProgramError, match=message):
+            transform(X)
 
 
 # --- layouts --------------------------------------------------------------------------------------

@@ -187,5 +187,6 @@ def no_double_backward(ctx: Any, *gradients: Any) -> None:
     """The derivative of a derivative."""
     raise CadenzaError(
         "linear_cross_entropy can be differentiated once\n"
-        "  write:    F.cross_entropy(F.linear(x, w), target) where a second derivative is needed"
+        "  write:    F.cross_entropy(F.linear(x, w), target) where a second derivative is needed; "
+        "for an accelerated model, cz.revert(model)"
     )

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch._C import _functorch
 from torch.autograd import forward_ad
 
 from cadenza.core.errors import ProgramError
@@ -99,9 +100,9 @@ def describe(
 
 
 def check_plain(names: Sequence[str], tensors: Sequence[Tensor], instead: str) -> None:
-    """Raises ProgramError for a sharded or sparse tensor, and for a derivative that none has.
+    """Raises ProgramError for a sharded or sparse tensor, and for transforms that none has.
 
-    `instead` is what to write where forward-mode derivatives are wanted.
+    `instead` is what to write where forward-mode derivatives or torch.func's are wanted.
     """
     if torch.compiler.is_compiling():
         return
@@ -121,6 +122,14 @@ def check_plain(names: Sequence[str], tensors: Sequence[Tensor], instead: str) -
                 "forward-mode derivatives of a program",
                 found=f"a tangent of {name}",
                 expected="derivatives by backward",
+                write=instead,
+            )
+        if _functorch.is_gradtrackingtensor(tensor) or _functorch.is_batchedtensor(tensor):
+            kind = "vmap" if _functorch.is_batchedtensor(tensor) else "grad"
+            raise ProgramError(
+                "a program within a transform of torch.func",
+                found=f"{name} within torch.func.{kind}, or another by it",
+                expected="derivatives by backward, and what is batched as rows, [..., columns]",
                 write=instead,
             )
 

@@ -189,7 +189,8 @@ def _setup_double_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tenso
 def _double_backward(ctx: Any, *gradients: Any) -> None:
     raise CadenzaError(
         f"{ctx.name} can be differentiated once: its backward has no derivative of its own\n"
-        f"  write:    {ctx.name}.plain(...) where a second derivative is needed"
+        f"  write:    {ctx.name}.plain(...) where a second derivative is needed; "
+        "for an accelerated model, cz.revert(model)"
     )
 
 

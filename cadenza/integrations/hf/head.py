@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cadenza.integrations.hf.layer import is_few, is_traced
-from cadenza.integrations.hf.plan import named, unusable
+from cadenza.integrations.hf.plan import named, unusable, warn_once
 from cadenza.integrations.hf.replace import PLAN, Forward, is_accelerated
 from cadenza.integrations.hf.standin import StandIn
 from cadenza.library.autocast import autocast_dtype
@@ -24,6 +25,7 @@ from cadenza.library.cross_entropy import linear_cross_entropy
 
 HEAD = "lm_head"
 IGNORED = -100
+EXCHANGED = "is another one than at cz.accelerate(model): call that again"
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,11 @@ def _serves(model: Any, plan: HeadPlan, args: Sequence[Any], kwargs: Mapping[str
     if chosen_loss(model) != plan.loss:
         return False
     head = model._modules.get(HEAD)
-    return head is not None and is_accelerated(head) and unusable(head, type(head)) is None
+    exchanged = head is None or not is_accelerated(head)
+    reason = EXCHANGED if exchanged else unusable(head, type(head))
+    if reason is not None and not torch.compiler.is_compiling():
+        warn_once([f"{HEAD} {reason}"])
+    return reason is None
 
 
 class _Head(StandIn):

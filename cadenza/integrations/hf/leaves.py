@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cadenza.integrations.hf.plan import NormKind
+from cadenza.integrations.hf.plan import EPS, NormKind
 from cadenza.integrations.hf.standin import StandIn
 from cadenza.library.programs.parts import PLAIN
 
-EPS = ("variance_epsilon", "eps", "epsilon")
 WIDTH = 8
 GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 ACTIVATIONS = {

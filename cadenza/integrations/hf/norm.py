@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from cadenza.integrations.hf.layer import is_few, is_traced
+from cadenza.integrations.hf.plan import NormKind, has_eps
 from cadenza.integrations.hf.replace import PLAN, Forward
 from cadenza.library import programs
 from cadenza.library.weights import is_plain
@@ -19,7 +20,12 @@ def norm_forward(stock: Any) -> Forward:
     @functools.wraps(stock.forward)
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         kind = self.__dict__.get(PLAN)
-        if kind is None or is_few(hidden_states) or is_traced() or not _fits(self, hidden_states):
+        if (
+            kind is None
+            or is_few(hidden_states)
+            or is_traced()
+            or not _fits(self, kind, hidden_states)
+        ):
             return stock.forward(self, hidden_states)
         return programs.norm(
             hidden_states, self.weight, getattr(self, "bias", None), kind=kind.kind,
@@ -29,5 +35,5 @@ def norm_forward(stock: Any) -> Forward:
     return forward
 
 
-def _fits(norm: Any, x: Tensor) -> bool:
-    return is_plain(norm.weight) and norm.weight.dtype == x.dtype
+def _fits(norm: Any, kind: NormKind, x: Tensor) -> bool:
+    return is_plain(norm.weight) and norm.weight.dtype == x.dtype and has_eps(norm, kind.eps)

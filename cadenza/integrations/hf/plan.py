@@ -22,6 +22,9 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 RECORDERS = "transformers.utils.output_capturing"
 
 
+EPS = ("variance_epsilon", "eps", "epsilon")  # a norm's attribute, by one of these names
+
+
 class NormKind(NamedTuple):
     """A norm as programs know it: "rms" or "layer", the number added to its weights, eps."""
 
@@ -41,6 +44,7 @@ class Plan:
     """
 
     wanted: ClassVar[dict[str, tuple[tuple[str, type | None], ...]]]
+    norms: ClassVar[frozenset[str]]
 
     form: Form
     head_dim: int
@@ -61,6 +65,7 @@ class Plan:
             for part, paths in _paths(self.form, self.head_norms).items()
         }
         object.__setattr__(self, "wanted", wanted)
+        object.__setattr__(self, "norms", frozenset((*self.form.norms, *self.head_norms)))
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """A call's arguments by name."""
@@ -100,11 +105,38 @@ def blocked(layer: nn.Module, plan: Plan, *parts: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for part in parts or PARTS:
         for path, kind in plan.wanted[part]:
-            reason = unusable(module_at(layer, path), kind)
+            module = module_at(layer, path)
+            reason = unusable(module, kind)
+            if reason is None and path in plan.norms and not has_eps(module, plan.norm.eps):
+                reason = f"has another eps than the {plan.norm.eps} that was found"
             # Of what went with the module that it was in, that one says enough.
             if reason is not None and not (reason is GONE and _owner(path) in found):
                 found[path] = reason
+        found |= {} if found else _biased(layer, _SEVERAL[part](plan.form))
     return found
+
+
+# Of each part the projections that one product makes.
+_SEVERAL: dict[str, Callable[[Form], tuple[str, ...]]] = {
+    "queries": lambda form: form.projections,
+    "output": lambda form: (),
+    "feed_forward": lambda form: form.up,
+}
+
+
+def _biased(layer: nn.Module, paths: Sequence[str]) -> dict[str, str]:
+    """What stands in the way of one product for several projections: a bias of some alone."""
+    biases = [module_at(layer, path)._parameters.get("bias") is not None for path in paths]
+    if all(biases) or not any(biases):
+        return {}
+    return {paths[biases.index(True)]: "has a bias, which others of its product have not"}
+
+
+def has_eps(norm: Any, eps: float) -> bool:
+    """Whether a norm has this eps, by whichever name."""
+    own = norm.__dict__
+    found = [own[name] for name in EPS if name in own]
+    return eps in (found or [getattr(norm, name, None) for name in EPS])
 
 
 def _owner(path: str) -> str:

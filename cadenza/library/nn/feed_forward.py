@@ -82,8 +82,10 @@ class FeedForward(Joint):
     def branch(self) -> dict[str, Any]:
         """`operands`, for a layer with norms, dropout and residual stream of its own.
 
-        Raises ProgramError where this module has some, too: the layer would leave them out.
+        Raises ProgramError where this module has some, too: the layer would leave them out. And
+        where it does more than its projections say, since it is not called.
         """
+        readable(self, FeedForward)
         if self.norm or self.output_norm or self.dropout or self.skip:
             raise ProgramError(
                 "a layer's feed-forward with what the layer does itself",

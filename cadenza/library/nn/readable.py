@@ -29,10 +29,11 @@ def readable(module: Module, *stock: type[nn.Module]) -> Module:
 
 
 def _does_more(module: nn.Module, stock: type[nn.Module], found: str) -> ProgramError:
+    owner = "torch" if stock.__module__.startswith("torch.") else "cz"
     return ProgramError(
         "a layer's program reads this module's parameters and never calls it",
         found=f"{type(module).__name__} {found}",
-        expected=f"torch.nn.{stock.__name__} as it is: no adapter, no quantisation, no hook",
+        expected=f"{owner}.nn.{stock.__name__} as it is: no adapter, no quantisation, no hook",
         write="fully_shard(layer) and hooks on the whole layer; adapters and masks merged into "
         "their weight first, as merge_and_unload() does",
     )
