@@ -33,7 +33,7 @@ WRITTEN_OVER = (
     "through another that shares its saved values\n"
     "  write:    retain_graph=True in that earlier backward"
 )
-SPENT = "_cadenza_spent"  # of a saved value that a backward may have written over
+SPENT = "_cadenza_spent"  # of the memory of a value that a backward may have written over
 Made = Sequence[tuple[Shape, torch.dtype]]  # shapes and dtypes of outputs
 
 
@@ -59,10 +59,14 @@ class Prepared:
         made = output_shapes(specialization, operands)[: pair.outputs]
         self.unflattened = [(p, shape) for p, (shape, _) in enumerate(made) if len(shape) != 2]
         self.outputs = pair.outputs
-        self.fixed = [p for p in range(pair.outputs) if p not in pair.differentiable]
+        self.saved = [v for v in pair.values if isinstance(v, int)]
+        followed, results = {*pair.differentiable, *self.saved}, specialization.outputs
+        self.fixed = [
+            p for p, (_, _, dtype) in enumerate(results)
+            if p not in followed or not dtype.is_floating_point
+        ]  # fmt: skip
         self.kept = picker([len(places) + v if isinstance(v, int) else places[v]
                             for v in pair.values])  # fmt: skip
-        self.saved = [v for v in pair.values if isinstance(v, int)]
         self.backward = _Backward(specialization, self.rows, places, tensors, made)
 
     def __call__(self, tensors: Tensors) -> Any:
@@ -145,20 +149,19 @@ class _Backward:
         ]
 
     def __call__(
-        self, values: Sequence[Tensor], given: Sequence[Tensor | None], alone: bool,
-        edge: Tensor | None,
-    ) -> tuple[Any, ...]:  # fmt: skip
+        self, values: Sequence[Tensor], given: Sequence[Tensor | None], alone: bool
+    ) -> tuple[Any, ...]:
         """The operands' gradients, of what was saved and the gradients of the outputs.
 
         What forward made for this alone is written over if nobody else has it: `alone`. Raises
-        CadenzaError where that was done to it before. From `edge` autograd gets to the operands.
+        CadenzaError where that was done to it before.
         """
         adjoints = [
             torch.zeros(shape, dtype=dtype, device=self.device) if given[p] is None else given[p]
             for p, shape, dtype in self.adjoints
         ]
         if torch.is_grad_enabled():  # using a gradient further must meet the error
-            adjoints = tied(adjoints, edge)
+            adjoints = tied(adjoints)
         results = self.run(values, adjoints, alone)
         for position, shape in self.unflattened:
             results[position] = torch.reshape(results[position], shape)
@@ -171,13 +174,13 @@ class _Backward:
                 self.specialization.digest, values, adjoints, self.rows
             )
             return found
-        if any(hasattr(values[position], SPENT) for position in self.own):
+        if any(hasattr(values[position].untyped_storage(), SPENT) for position in self.own):
             raise CadenzaError(f"{self.specialization.pair.program.name}: {WRITTEN_OVER}")
         matrices = _reshaped((*values, *adjoints), self.flattened)
         plan, autocast = self.specialization.backward, torch.is_autocast_enabled(self.kind)
         if self.own and alone and _is_last(self.kind) and plan.by_triton(matrices[0]):
             for position in self.own:
-                setattr(values[position], SPENT, True)
+                setattr(values[position].untyped_storage(), SPENT, True)
             plan = partial(plan, spent=self.own)
         return _without_autocast(plan, matrices, self.rows, autocast)
 
@@ -205,20 +208,17 @@ class _Run(torch.autograd.Function):
         if any_joined(tensors):
             kept, ctx.counts = parted(kept)
         ctx.set_materialize_grads(False)  # else autograd makes zeros as large as the outputs
-        # What forward makes for backward alone leads autograd nowhere: an empty output leads back.
-        edge = [torch.empty(0)] if prepared.backward.own else []
-        ctx.save_for_backward(*kept, *edge)
+        ctx.save_for_backward(*kept)
         if prepared.fixed:
             ctx.mark_non_differentiable(*[results[p] for p in prepared.fixed])
-        return (*results[: prepared.outputs], *edge)
+        # All of them: an output, saved, leads autograd back to the operands; nothing else does.
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        values, counts, edge = ctx.saved_tensors, ctx.counts, None
-        if ctx.prepared.backward.own:
-            *values, edge = values
+        values, counts = ctx.saved_tensors, ctx.counts
         whole = values if counts is None else rejoined(values, counts)
-        return None, None, *ctx.prepared.backward(whole, gradients, ctx.alone, edge)
+        return None, None, *ctx.prepared.backward(whole, gradients, ctx.alone)
 
 
 # Without autograd.Function's own look for what `watched` and the kinds of calls have ruled out.

@@ -124,8 +124,10 @@ def check_plain(names: Sequence[str], tensors: Sequence[Tensor], instead: str) -
                 expected="derivatives by backward",
                 write=instead,
             )
-        if _functorch.is_gradtrackingtensor(tensor) or _functorch.is_batchedtensor(tensor):
-            kind = "vmap" if _functorch.is_batchedtensor(tensor) else "grad"
+        batched = _functorch.is_batchedtensor(tensor)
+        transformed = batched or _functorch.is_gradtrackingtensor(tensor)
+        if transformed and _functorch.peek_interpreter_stack() is not None:
+            kind = "vmap" if batched else "grad"
             raise ProgramError(
                 "a program within a transform of torch.func",
                 found=f"{name} within torch.func.{kind}, or another by it",
