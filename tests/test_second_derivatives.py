@@ -125,3 +125,15 @@ def test_a_gradient_that_may_be_used_further_is_the_same(name):
         found.append(torch.autograd.grad(loss, leaves, allow_unused=True, **options))
     for a, b in zip(*found, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_returned_may_be_changed_in_place(name):
+    """As trainers do with a loss."""
+    expected, found = (leaves_of() for _ in range(2))
+    first(CALLS[name][0](*expected)).sum().backward()
+    returned = first(CALLS[name][0](*found))
+    returned /= 2
+    returned.sum().backward()
+    for a, b in zip(found, expected, strict=True):
+        assert (a.grad is None and b.grad is None) or torch.allclose(2 * a.grad, b.grad)

@@ -303,17 +303,18 @@ def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     operands, call, _, ctx.needed = inputs
     ctx.dtypes = {name: operand.dtype for name, operand in _named(operands, call).items()}
     ctx.set_materialize_grads(False)  # else autograd makes zeros as large as both gradients
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output)  # of the sum autograd gets back to the operands
+    # From what is saved last autograd gets back to the operands, not from the sum, which callers
+    # may change in place.
+    ctx.mark_non_differentiable(*output[1:-1])
+    ctx.save_for_backward(*output[1:])
 
 
 def _sum_backward(ctx: Any, scale: Tensor | None, *_: Any) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad[0]
     if scale is None:
         return [None] * len(needs), None, None, None
-    total, *gradients = ctx.saved_tensors
-    scale = once(scale, total)
-    saved = dict(zip((*TRAINED, "token_weights"), gradients, strict=True))
+    scale = once(scale, ctx.saved_tensors[-1])
+    saved = dict(zip((*TRAINED, "token_weights"), ctx.saved_tensors, strict=True))
     scaled = [
         torch.ops.cadenza.scaled_gradient(saved[name], scale, dtype) if need else None
         for (name, dtype), need in zip(ctx.dtypes.items(), needs, strict=True)
