@@ -313,8 +313,9 @@ def _sum_backward(ctx: Any, scale: Tensor | None, *_: Any) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad[0]
     if scale is None:
         return [None] * len(needs), None, None, None
-    scale = once(scale, ctx.saved_tensors[-1])
-    saved = dict(zip((*TRAINED, "token_weights"), ctx.saved_tensors, strict=True))
+    tensors = ctx.saved_tensors  # once: checkpointing makes each of them once
+    scale = once(scale, tensors[-1])
+    saved = dict(zip((*TRAINED, "token_weights"), tensors, strict=True))
     scaled = [
         torch.ops.cadenza.scaled_gradient(saved[name], scale, dtype) if need else None
         for (name, dtype), need in zip(ctx.dtypes.items(), needs, strict=True)
