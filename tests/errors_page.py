@@ -62,7 +62,7 @@ with torch.cuda.graph(graph):
 SPENT = f"""### `normed: {WRITTEN_OVER.partition(",")[0]}`
 
 ```py
-loss = normed(x, w).sum()          # on a GPU
+loss = normed(x, w).sum()          # on a GPU, CADENZA_OVERWRITE=1
 try:
     loss.backward()                # ends for want of memory
 except torch.OutOfMemoryError:

@@ -18,6 +18,7 @@ from cadenza.backends.triton.executable import Executable
 from cadenza.backends.triton.launches import ProductLaunch
 from cadenza.backends.triton.overwriting import takers
 from cadenza.core.errors import CadenzaError
+from cadenza.library import eager
 from cadenza.library.eager import SPENT
 
 
@@ -235,3 +236,21 @@ def test_a_backward_within_a_checkpointed_call_leaves_what_the_outer_one_reads(s
     with set_checkpoint_early_stop(False):
         loss = checkpoint(function, *leaves, use_reentrant=False).sum()
     assert unlike(torch.autograd.grad(loss, leaves), expected) == []
+
+
+def test_on_a_gpu_it_has_to_be_asked_for_and_a_capture_leaves_all(monkeypatch):
+    leaf, said = torch.ones(2, requires_grad=True), []
+    leaf.register_hook(lambda gradient: said.append(eager._is_last("cuda")))
+
+    def told(keep=False):
+        leaf.square().sum().backward(retain_graph=keep)
+        return said[-1]
+
+    monkeypatch.delenv("CADENZA_OVERWRITE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert not told()
+    monkeypatch.setenv("CADENZA_OVERWRITE", "1")
+    assert told()
+    assert not told(keep=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not told()

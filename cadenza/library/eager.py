@@ -7,6 +7,7 @@ subclasses of tensors) the operation cadenza::run is called instead, which does 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -241,11 +242,15 @@ def _are_checkpoints(hooks: Any) -> bool:
 def _is_last(kind: str) -> bool:
     """Whether the backward that runs now, on a kind of device, is the last one through its graph.
 
-    Not where launches are captured: they may be repeated without those of forward.
+    Not where launches are captured: they may be repeated without those of forward. On a GPU, where
+    it has not been tried yet, only if CADENZA_OVERWRITE=1 asks for it.
     """
     if torch._C._autograd._get_current_graph_task_keep_graph():
         return False
-    return kind != "cuda" or not torch.cuda.is_current_stream_capturing()
+    if kind != "cuda":
+        return True
+    asked = os.environ.get("CADENZA_OVERWRITE") == "1"
+    return asked and not torch.cuda.is_current_stream_capturing()
 
 
 def _unlike(

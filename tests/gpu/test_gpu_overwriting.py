@@ -13,8 +13,14 @@ from template_choice import each_block_by_a_template
 from cadenza.backends.triton.overwriting import takers
 from cadenza.library.blocks import BUILT_IN
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("asked_for")]
 TURNS = 3  # one that is recorded, and some that repeat it
+
+
+@pytest.fixture
+def asked_for(monkeypatch):
+    """Backward may write over what was saved."""
+    monkeypatch.setenv("CADENZA_OVERWRITE", "1")
 
 
 @pytest.mark.interpreted
