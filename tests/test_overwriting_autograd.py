@@ -90,18 +90,18 @@ def test_a_checkpointed_call_writes_over_what_was_made_again(spent, reentrant):
     assert len(spent) == 1
 
 
+def holding(held):
+    """Hooks that keep what they are handed, and hand it on."""
+    return saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t)
+
+
 @interpreted
 @quiet
 def test_what_hooks_were_handed_stays_as_it_is(spent):
     leaves, held = leaves_of(), []
-
-    def pack(tensor):
-        held.append(tensor)
-        return tensor
-
     expected = gradients(leaves, retain_graph=True)
     methods = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)  # of no module
-    for hooks in (saved_tensors_hooks(pack, lambda t: t), save_on_cpu(), methods):
+    for hooks in (holding(held), save_on_cpu(), methods):
         with hooks:
             loss = run(leaves)
         before = [t.clone() for t in held]
@@ -115,13 +115,8 @@ def test_what_hooks_were_handed_stays_as_it_is(spent):
 @quiet
 def test_hooks_around_a_checkpoint_get_what_stays(spent):
     leaves, held = leaves_of(), []
-
-    def pack(tensor):
-        held.append(tensor)
-        return tensor
-
     expected = gradients(leaves, retain_graph=True)
-    with saved_tensors_hooks(pack, lambda t: t):
+    with holding(held):
         loss = checkpoint(lambda *given: run(given), *leaves, use_reentrant=False)
     before = [t.clone() for t in held]
     assert unlike(torch.autograd.grad(loss, leaves), expected) == []

@@ -145,9 +145,7 @@ class _Backward:
         self.unflattened = _unlike(found, [shapes[name] for name in pair.gradients])
         order = dict(zip(pair.gradients, range(len(found)), strict=True))
         self.ordered = picker([order.get(name, len(found)) for name in places])
-        self.own = [
-            p for p, v in enumerate(pair.values) if isinstance(v, int) and v >= pair.outputs
-        ]
+        self.own = specialization.own
 
     def __call__(
         self, values: Sequence[Tensor], given: Sequence[Tensor | None], alone: bool

@@ -110,9 +110,14 @@ class Specialization:
         values = [results[v] if isinstance(v, int) else named[v] for v in pair.values]
         inputs = [*values, *(adjoints[p] for p in pair.adjoints), *(places[n] for n in pair.added)]
         into = {p: places[name] for p, name in enumerate(pair.gradients) if name in places}
-        own = [p for p, v in enumerate(pair.values) if isinstance(v, int) and v >= pair.outputs]
-        found = self.backward(inputs, rows, into, own if spent else ())
+        found = self.backward(inputs, rows, into, self.own if spent else ())
         return dict(zip(pair.gradients, found, strict=True))
+
+    @cached_property
+    def own(self) -> list[int]:
+        """Where among backward's inputs the values are that forward makes for it alone."""
+        values, outputs = self.pair.values, self.pair.outputs
+        return [p for p, v in enumerate(values) if isinstance(v, int) and v >= outputs]
 
     @cached_property
     def outputs(self) -> list[tuple[Any, int, torch.dtype]]:

@@ -28,7 +28,7 @@ def takers(program: Program, spent: Iterable[Node]) -> dict[Node, Node]:
         launch = _only_reader(program, given)
         if launch is None:
             continue
-        for value in nodes_of(launch, "store"):
+        for value in _nodes(launch, "store"):
             taken = value in found or value in {*graph.outputs, *products}
             alike = value.type[:2] == given.type[:2] and dtypes[value] == dtypes[given]
             if alike and not taken and _reads_first(launch, given, value):
@@ -46,11 +46,11 @@ def _only_reader(program: Program, given: Node) -> Launch | None:
     if len(readers) != 1 or given in {*program.plan.graph.outputs, *products, *vectors}:
         return None
     steps = [step for step in program.steps if isinstance(step, Launch)]
-    launches = [launch for launch in steps if given in set(nodes_of(launch, "load"))]
+    launches = [launch for launch in steps if given in set(_nodes(launch, "load"))]
     return launches[0] if len(launches) == 1 else None
 
 
-def nodes_of(launch: Launch, role: str) -> list[Node]:
+def _nodes(launch: Launch, role: str) -> list[Node]:
     """What a launch loads, or stores."""
     assert launch.source is not None
     return [argument.node for argument in launch.source.arguments if argument.role == role]
